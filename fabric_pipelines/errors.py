@@ -1,0 +1,166 @@
+"""Every failure the fabric reports on purpose, as one tree; imports nothing.
+
+    FabricError
+    ├── TransientError          may be retried: the world was busy, gone or full for now
+    │   ├── BrokerUnavailable       no broker answers at the endpoint
+    │   ├── DatabaseUnavailable     Postgres is away or still recovering
+    │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
+    │   └── EngineBusy              the engine takes no more work right now
+    └── TerminalError           a retry changes nothing
+        ├── UsageError              the caller's input is wrong
+        │   ├── SettingsError           a setting is missing, unknown or unreadable
+        │   ├── SchemaError             an Arrow batch is not what its schema module says
+        │   └── SubmissionConflict      same submission id, other content
+        ├── Refused                 a fail-closed rule said no (exit code 4)
+        │   ├── AlreadyRunning          a second supervisor, broker or worker on the same thing
+        │   ├── IncarnationMismatch     journal and database do not know each other
+        │   ├── ManifestRefused         engine manifest is missing a field, or contradicts itself
+        │   ├── DigestMismatch          bytes are not those of the pinned sha256
+        │   ├── VersionRefused          a server or file format outside the supported range
+        │   └── FencingLost             a newer token exists; this holder may not publish
+        ├── MissingDependency       an optional package is not installed; names the command
+        ├── CheckFailed             a check found a difference (exit code 3)
+        │   └── BalanceBroken           enqueued != ready + in flight + retired + dead
+        ├── StorageFailed           a write or fsync failed, a disk is full or read-only
+        ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
+        ├── EngineFailed            the engine itself failed; the batch is nacked
+        └── Interrupted             the user stopped it; says what was kept (exit code 130)
+
+Only the class decides whether something may be retried. Every message names the thing and the remedy
+in one sentence. `exit_code` is the contract of `fabric` for scripts (docs/operations.md).
+"""
+
+from __future__ import annotations
+
+
+class FabricError(Exception):
+    """Root of the tree. `code` is the stable machine name that travels in records and over the wire."""
+
+    exit_code = 1
+
+    @property
+    def code(self) -> str:
+        return type(self).__name__
+
+
+class TransientError(FabricError):
+    """May be retried."""
+
+
+class BrokerUnavailable(TransientError):
+    pass
+
+
+class DatabaseUnavailable(TransientError):
+    pass
+
+
+class Backpressure(TransientError):
+    """The other side holds as much as it may; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineBusy(TransientError):
+    pass
+
+
+class TerminalError(FabricError):
+    """A retry changes nothing."""
+
+
+class UsageError(TerminalError):
+    exit_code = 2
+
+
+class SettingsError(UsageError):
+    pass
+
+
+class SchemaError(UsageError):
+    pass
+
+
+class SubmissionConflict(UsageError):
+    pass
+
+
+class Refused(TerminalError):
+    exit_code = 4
+
+
+class AlreadyRunning(Refused):
+    pass
+
+
+class IncarnationMismatch(Refused):
+    pass
+
+
+class ManifestRefused(Refused):
+    """Names every field at fault in `fields`."""
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+class DigestMismatch(Refused):
+    pass
+
+
+class VersionRefused(Refused):
+    pass
+
+
+class FencingLost(Refused):
+    pass
+
+
+class MissingDependency(TerminalError):
+    """An optional package is absent: the message carries the install command."""
+
+    def __init__(self, package: str, extra: str, why: str) -> None:
+        super().__init__(
+            f"{why} needs the package {package!r}, which is not installed: "
+            f'run `pip install "fabric-pipelines[{extra}]"`'
+        )
+        self.package = package
+        self.extra = extra
+
+
+class CheckFailed(TerminalError):
+    exit_code = 3
+
+
+class BalanceBroken(CheckFailed):
+    pass
+
+
+class StorageFailed(TerminalError):
+    pass
+
+
+class CorruptionFound(TerminalError):
+    pass
+
+
+class EngineFailed(TerminalError):
+    pass
+
+
+class Interrupted(TerminalError):
+    exit_code = 130
+
+
+def by_code(code: str) -> type[FabricError]:
+    """The class that `code` names, so that an error keeps its type across a socket; FabricError if unknown."""
+    pending: list[type[FabricError]] = [FabricError]
+    while pending:
+        cls = pending.pop()
+        if cls.__name__ == code:
+            return cls
+        pending.extend(cls.__subclasses__())
+    return FabricError

@@ -1,0 +1,58 @@
+"""What the record modules share about Arrow: schema check, IPC bytes, CRC32C.
+
+Refuses to repair: a batch that is not exactly its schema is a SchemaError that names the column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import google_crc32c
+import pyarrow as pa
+
+from fabric_pipelines.errors import SchemaError
+
+
+def require_schema(batch: pa.RecordBatch | pa.Table, schema: pa.Schema, what: str) -> None:
+    """Raise SchemaError unless `batch` has exactly the names and types of `schema` (metadata aside)."""
+    if batch.schema.equals(schema, check_metadata=False):
+        return
+    for field in schema:
+        index = batch.schema.get_field_index(field.name)
+        if index < 0:
+            raise SchemaError(f"{what} lacks the column {field.name!r} ({field.type})")
+        found = batch.schema.field(index).type
+        if found != field.type:
+            raise SchemaError(f"{what} has {field.name!r} as {found}; it must be {field.type}")
+    extra = sorted(set(batch.schema.names) - set(schema.names))
+    raise SchemaError(
+        f"{what} has columns that do not belong there: {extra}"
+        if extra
+        else f"{what} must have its columns in the order {schema.names}"
+    )
+
+
+def to_ipc(batch: pa.RecordBatch) -> bytes:
+    """One self-contained Arrow IPC stream (schema, then the batch). A slice is compacted first, so that no
+    bytes of its parent travel along."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def from_ipc(data: Any) -> pa.RecordBatch:
+    """The batch inside `data`; zero-copy when `data` is a buffer. The content is validated in full, since
+    offsets from outside must never reach a gather unchecked."""
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            batch = reader.read_next_batch()
+        batch.validate(full=True)
+    except (pa.ArrowInvalid, StopIteration, OSError) as fault:
+        raise SchemaError(f"not a valid Arrow IPC stream: {fault}") from fault
+    return batch
+
+
+def crc32c(data: Any) -> int:
+    """CRC32C (Castagnoli, RFC 3720) of a bytes-like object."""
+    return int(google_crc32c.value(bytes(data) if not isinstance(data, bytes) else data))

@@ -1,0 +1,169 @@
+"""Settings: flags, then FABRIC_* variables, then fabric.toml, then defaults; every value knows where it came from.
+
+One frozen value, made once per process and handed down. An unknown key in fabric.toml is refused: a typo
+must not silently become a default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fabric_pipelines.errors import SettingsError
+
+UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
+
+
+def _setting(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All paths are absolute once loaded. `origin[name]` is "flag", "environment", "fabric.toml" or "default"."""
+
+    home: Path = _setting(Path(".fabric"), "folder that holds everything the fabric keeps")
+    pg_url: str = _setting("", "a Postgres server (>= 15); empty: the embedded one under home")
+    lake: str = _setting("", "folder or s3:// URL for artifacts; empty: <home>/lake")
+    broker_url: str = _setting("", "Arrow Flight endpoint; empty: a Unix socket of this home")
+    models: Path = _setting(
+        Path("~/.cache/fabric-pipelines/models"), "model cache, shared by all homes"
+    )
+    tenant: str = _setting("default", "owner of what is submitted")
+    segment_bytes: int = _setting(256 << 20, "size of one journal segment")
+    journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    computed_high_water_tasks: int = _setting(
+        100_000, "computed but not yet landed tasks that workers may pile up"
+    )
+    lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
+    attempts_max: int = _setting(3, "failed attempts after which a task is dead")
+    ui_host: str = _setting(
+        "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise"
+    )
+    ui_port: int = _setting(3000, "first port tried for the Dagster UI; the next free one is taken")
+    threads: int = _setting(0, "CPU threads of one embedded engine; 0: all cores")
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Sockets, locks and pid files. Short on purpose: a Unix socket path ends at 107 bytes."""
+        candidate = self.home / "run"
+        if len(os.fsencode(candidate / "postgres" / ".s.PGSQL.65432")) <= UNIX_PATH_BYTES_MAX:
+            return candidate
+        mark = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}-{mark}"
+
+    @property
+    def journal_dir(self) -> Path:
+        return self.home / "journal"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def shards_dir(self) -> Path:
+        return self.home / "shards"
+
+    @property
+    def dagster_home(self) -> Path:
+        return self.home / "dagster"
+
+    @property
+    def lake_url(self) -> str:
+        return self.lake or str(self.home / "lake")
+
+    @property
+    def broker_endpoint(self) -> str:
+        return self.broker_url or f"grpc+unix://{self.runtime_dir / 'broker.sock'}"
+
+    def described(self) -> list[dict[str, str]]:
+        """One row a setting: name, value, origin, doc. A password in a URL is not shown."""
+        return [
+            {
+                "name": item.name,
+                "value": redact(str(getattr(self, item.name))),
+                "origin": self.origin.get(item.name, "default"),
+                "doc": item.metadata["doc"],
+            }
+            for item in fields(self)
+            if item.name != "origin"
+        ]
+
+    def as_environment(self) -> dict[str, str]:
+        """FABRIC_* variables that make a child process load equal settings."""
+        return {
+            f"FABRIC_{item.name.upper()}": str(getattr(self, item.name))
+            for item in fields(self)
+            if item.name != "origin"
+        }
+
+
+def redact(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    scheme, slashes, login = head.partition("://")
+    if not at or not slashes or ":" not in login:
+        return url
+    return f"{scheme}://{login.split(':', 1)[0]}:***@{tail}"
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Settings:
+    """Settings as seen from `folder` (default: the working folder). Raises SettingsError naming the key."""
+    environ = os.environ if environ is None else environ
+    folder = Path.cwd() if folder is None else folder
+    known = {item.name: item for item in fields(Settings) if item.name != "origin"}
+    from_file = _read_toml(folder / "fabric.toml", known)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, item in known.items():
+        sources = (
+            ("flag", (flags or {}).get(name)),
+            ("environment", environ.get(f"FABRIC_{name.upper()}")),
+            ("fabric.toml", from_file.get(name)),
+        )
+        won = next(((where, value) for where, value in sources if value not in (None, "")), None)
+        where, value = won if won else ("default", item.default)
+        values[name] = _convert(name, value, type(item.default))
+        origin[name] = where
+    for name in ("home", "models"):
+        values[name] = (folder / values[name].expanduser()).resolve()
+    return Settings(**values, origin=origin)
+
+
+def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as fault:
+        raise SettingsError(f"{path} cannot be read: {fault}") from fault
+    unknown = sorted(set(content) - set(known))
+    if unknown:
+        raise SettingsError(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
+    return content
+
+
+def _convert(name: str, value: Any, kind: type) -> Any:
+    if issubclass(kind, Path):
+        return Path(value)
+    if kind is int:
+        try:
+            number = int(value)
+        except (TypeError, ValueError) as fault:
+            raise SettingsError(
+                f"setting {name} is {value!r}; it must be a whole number"
+            ) from fault
+        if number < 0:
+            raise SettingsError(f"setting {name} is {number}; it must not be negative")
+        return number
+    return str(value)

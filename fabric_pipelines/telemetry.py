@@ -1,0 +1,132 @@
+"""Counters and progress: what a person sees while work goes on, and what an exporter reads afterwards.
+
+Progress is counted in tokens, since rows differ by a factor of a hundred. On a terminal it is a bar with an
+ETA; elsewhere a heartbeat line every 30 s *including when nothing moved*, so silence never means "maybe hung".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+HEARTBEAT_S = 30.0
+
+
+def format_eta(seconds: float | None) -> str:
+    if seconds is None:
+        return "ETA unknown"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"ETA {hours}:{minutes:02d}:{rest:02d}" if hours else f"ETA {minutes}:{rest:02d}"
+
+
+@dataclass(slots=True)
+class TokenRate:
+    """Remaining time from tokens done per second over a sliding window (exponential, 20 s)."""
+
+    total: int
+    done: int = 0
+    rate: float = 0.0
+    seen_s: float | None = None
+
+    def update(self, done: int, now_s: float) -> None:
+        if self.seen_s is not None and now_s > self.seen_s:
+            span = now_s - self.seen_s
+            weight = 1 - 0.5 ** (span / 20)
+            self.rate += weight * ((done - self.done) / span - self.rate)
+        self.done, self.seen_s = done, now_s
+
+    @property
+    def eta_s(self) -> float | None:
+        return (self.total - self.done) / self.rate if self.rate > 0 else None
+
+
+class ProgressBoard:
+    """Named progress lines. `advance_to(name, tokens)` is idempotent: it takes the absolute count."""
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._rates: dict[str, TokenRate] = {}
+        self._bars: dict[str, TaskID] = {}
+        self._beat_s = time.monotonic()
+        console = Console(file=self._stream)
+        self._live = None
+        if console.is_terminal and not quiet:
+            self._live = Progress(
+                TextColumn("{task.description:<22}"),
+                BarColumn(),
+                TextColumn("{task.completed:>9,.0f} / {task.total:>9,.0f} tokens"),
+                TextColumn("{task.fields[eta]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+
+    def __enter__(self) -> ProgressBoard:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def add(self, name: str, total_tokens: int) -> None:
+        self._rates[name] = TokenRate(total_tokens)
+        if self._live:
+            self._bars[name] = self._live.add_task(name, total=total_tokens, eta="")
+
+    def advance_to(self, name: str, done_tokens: int) -> None:
+        rate = self._rates[name]
+        rate.update(done_tokens, time.monotonic())
+        if self._live:
+            finished = done_tokens >= rate.total
+            self._live.update(
+                self._bars[name],
+                completed=done_tokens,
+                eta="done" if finished else format_eta(rate.eta_s),
+            )
+        self.heartbeat()
+
+    def say(self, line: str) -> None:
+        if self._quiet:
+            return
+        if self._live:
+            self._live.console.print(line)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def heartbeat(self) -> None:
+        """Without a terminal: one line each HEARTBEAT_S, moved or not."""
+        now = time.monotonic()
+        if self._live or self._quiet or now - self._beat_s < HEARTBEAT_S:
+            return
+        self._beat_s = now
+        for name, rate in self._rates.items():
+            self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {format_eta(rate.eta_s)}")
+
+
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """`with timed() as t: ...` leaves wall seconds in t["seconds"] and CPU seconds in t["cpu_seconds"]."""
+    out: dict[str, float] = {}
+    wall, cpu = time.perf_counter(), time.process_time()
+    try:
+        yield out
+    finally:
+        out["seconds"] = time.perf_counter() - wall
+        out["cpu_seconds"] = time.process_time() - cpu

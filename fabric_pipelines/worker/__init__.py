@@ -1,0 +1,1 @@
+"""One engine on one device: pull, run, complete."""

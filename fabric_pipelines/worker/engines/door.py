@@ -1,0 +1,71 @@
+"""The door: all that the worker loop knows of an engine.
+
+An engine takes leased tasks, runs them on its own terms and hands back completion batches in whatever order
+they finish. It reports refusals and failures per task; it raises EngineFailed only when it can go on no longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pyarrow as pa
+
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.records.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """kinds: sampling kinds it serves; continuous: refills per finished task (in-flight batching) instead of
+    per batch; packed: sequences lie end to end, so nothing is padded; device: "cpu" or "cuda"."""
+
+    kinds: frozenset[str]
+    continuous: bool
+    packed: bool
+    device: str
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Token counters since open, apart from each other (offered = reused + computed prefill)."""
+
+    tasks: int = 0
+    offered_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    padded_tokens: int = 0
+    busy_s: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Life: constructed from files (no device touched) -> open -> submit/poll ... -> close."""
+
+    name: str
+    manifest: EngineManifest
+    fingerprint: str
+    capabilities: Capabilities
+    profile: Profile
+    stats: EngineStats
+
+    def open(self) -> None:
+        """Load weights, touch the device. Raises ManifestRefused on a contradiction with what it finds."""
+
+    def submit(self, lease: Lease) -> None:
+        """Take every task of the lease. Never blocks on compute."""
+
+    def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
+        """Finished tasks as completion batches (records.completion); waits at most `timeout_s` for the
+        first. An engine that computes in the calling thread runs one step here."""
+
+    def unfinished(self) -> list[int]:
+        """Task ids submitted and not yet returned by poll."""
+
+    def withdraw_unstarted(self) -> list[int]:
+        """Take back tasks that did not start; the loop nacks them."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
