@@ -7,6 +7,7 @@ the few pads of a shape-pure lane. Vectors are pooled here and leave as fp16.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,8 +67,9 @@ class OnnxRuntimeEngine(SteppingEngine):
             return f"kind {task.sampling.get('kind')!r} is not served here, only {self.kind!r}"
         return self._sampling_objection(task.sampling)
 
+    @abstractmethod
     def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        raise NotImplementedError
+        """Why the fields besides `kind` cannot be served, or None."""
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         """Oldest first, within the budget; the head goes even when it alone is above it."""
