@@ -78,7 +78,9 @@ def fingerprint_of(batches: Iterable[pa.RecordBatch]) -> tuple[int, int, str]:
         lengths = token_counts(batch)
         tasks += batch.num_rows
         tokens += int(lengths.sum())
-        parts["tokens"].update(np.ascontiguousarray(batch.column("tokens").flatten().to_numpy()).data)
+        parts["tokens"].update(
+            np.ascontiguousarray(batch.column("tokens").flatten().to_numpy()).data
+        )
         parts["lengths"].update(np.ascontiguousarray(lengths).data)
         parts["new"].update(np.ascontiguousarray(batch.column("max_new_tokens").to_numpy()).data)
         parts["rows"].update(np.ascontiguousarray(batch.column("source_row").to_numpy()).data)
