@@ -9,6 +9,7 @@ cannot be scored must be taken out before (admission.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +41,16 @@ def cut(
     seed: int,
     metric: Metric,
     iterations: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> Lists:
-    """Train `count` centroids on the rows, then cut along them."""
+    """Train `count` centroids on the rows, then cut along them. `beat` is called between steps."""
     if not 1 <= count <= len(ids):
         raise UsageError(
             f"{count} lists cannot be cut from {len(ids)} rows: ask for 1 to {len(ids)} lists"
         )
-    centroids, steps = train(vectors, ids, count, seed=seed, metric=metric, iterations=iterations)
+    centroids, steps = train(
+        vectors, ids, count, seed=seed, metric=metric, iterations=iterations, beat=beat
+    )
     return cut_along(vectors, ids, centroids, metric=metric, iterations=steps)
 
 
@@ -83,6 +87,7 @@ def train(
     seed: int,
     metric: Metric,
     iterations: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[npt.NDArray[np.float64], int]:
     """Centroids float64 [count, d] and the number of steps taken; stops early when no row changes its list."""
     ranked = _mixed_order(ids, seed)
@@ -98,6 +103,7 @@ def train(
         labels = nearest.I[:, 0]
         placed = _fill_empty(labels, nearest.D[:, 0], count)
         centroids = _means(rows, placed, centroids, metric)
+        beat()
     return centroids, iterations
 
 
