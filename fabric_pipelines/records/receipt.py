@@ -78,7 +78,11 @@ class Receipt:
         try:
             predicate = statement["predicate"]
             receipt = cls(
-                *(predicate[name] for name in ("source", "recipe", "outputs", "parents", "quality"))
+                predicate["source"],
+                predicate["recipe"],
+                predicate["outputs"],
+                tuple(predicate["parents"]),
+                predicate["quality"],
             )
         except (KeyError, TypeError) as fault:
             raise SchemaError(f"not a receipt statement: {fault}") from fault

@@ -1,0 +1,425 @@
+"""The embedded Postgres of one home: where it lives, start, stop, and what a killed one left behind.
+
+A real server, started by us over binaries found on the machine, reachable only through a Unix socket in a
+folder that nobody else can enter; no TCP. Run as root it drops to a user of its own, because Postgres
+refuses root. It changes owner or mode of nothing but its own data and socket folders: where that user cannot
+reach the home, data and sockets go to /var/lib/fabric-pipelines, and binaries it cannot reach are copied
+once. Dies with its parent; a server that outlived a killed parent is stopped by the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+from urllib.parse import quote
+
+import psycopg
+from psycopg import sql
+
+from fabric_pipelines import settings as settings_module
+from fabric_pipelines.dataplane.postgres_binaries import (
+    STATE_DIR,
+    PostgresBinaries,
+    find_binaries,
+    make_folder,
+    passable,
+    reachable,
+)
+from fabric_pipelines.dataplane.postgres_folder import (
+    SHIM,
+    SUPERUSER,
+    Say,
+    ids_arguments,
+    initialise,
+    server_environment,
+)
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    DatabaseUnavailable,
+    FabricError,
+    SettingsError,
+    StorageFailed,
+    VersionRefused,
+)
+from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
+
+DATABASE = "fabric"
+RECOVERY_S = 120.0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the embedded server of a home lives. Data is under `home`, except where the server's own user
+    could not reach it there."""
+
+    home: Path
+    data: Path
+    sockets: Path
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.home not in self.data.parents
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://{SUPERUSER}@/{DATABASE}?host={quote(str(self.sockets), safe='')}"
+
+
+def place(settings: Settings) -> Place:
+    """Data and socket folder for these settings; the same answer in every process, started or not.
+
+    A link at <home>/postgres says that the data is elsewhere. Emptying the home removes the link, and with
+    it the claim on that data.
+    """
+    local = settings.home / "postgres"
+    near = Place(settings.home, local, settings.runtime_dir / "postgres")
+    if os.geteuid() != 0 or (local.is_dir() and not local.is_symlink()):
+        return near
+    if not local.is_symlink() and passable(settings.home) and passable(settings.runtime_dir):
+        return near
+    mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:12]
+    return Place(settings.home, STATE_DIR / mark / "data", STATE_DIR / mark / "run")
+
+
+@dataclass(slots=True)
+class EmbeddedPostgres:
+    """One server over one data folder. `start` makes the folder if needed and returns the URL; `stop` ends
+    it. The process that started it owns it (a lock says so) and takes it along when it dies."""
+
+    place: Place
+    binaries: PostgresBinaries | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    durable_initdb: bool = True
+    say: Say = lambda line: None
+    _process: subprocess.Popen[bytes] | None = None
+    _lock: IO[str] | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, *, say: Say = lambda line: None) -> EmbeddedPostgres:
+        for folder in (settings.home, settings.runtime_dir):
+            make_folder(folder)  # before the question who can reach it
+        return cls(place(settings), log=settings.log_dir / "postgres-server.log", say=say)
+
+    @property
+    def url(self) -> str:
+        return self.place.url
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, timeout_s: float = RECOVERY_S) -> str:
+        """Returns once the server answers, crash recovery included. Raises AlreadyRunning when another
+        process owns the folder, VersionRefused, StorageFailed, or DatabaseUnavailable after `timeout_s`."""
+        assert not self.running, "this server is started already"
+        # the kernel's parent-death signal follows the thread, not the process
+        assert threading.current_thread() is threading.main_thread()
+        self._claim()
+        try:
+            self._prepare()
+            self._launch(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def stop(self, *, timeout_s: float = STOP_S) -> None:
+        """Fast shutdown (open transactions are rolled back, the data is checkpointed). Idempotent."""
+        if self._process is not None:
+            if self.running:
+                self._process.send_signal(signal.SIGINT)
+                try:
+                    self._process.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    self.say(
+                        f"the server did not stop within {timeout_s:.0f} s; it recovers at the next start"
+                    )
+                    self._process.send_signal(signal.SIGQUIT)
+                    self._process.wait()
+            self._process = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Exit status once the server ended by itself; None when it still runs after `timeout_s`."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _claim(self) -> None:
+        folder = self.place.data.parent
+        make_folder(folder)
+        lock = (folder / "postgres.lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise AlreadyRunning(
+                f"process {owner} already runs the Postgres of {self.place.data}; stop it first"
+            ) from fault
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _prepare(self) -> None:
+        data = self.place.data
+        if self.place.elsewhere:
+            _link_home(self.place, self.say)
+        _require_reachable(data.parent)
+        if not (data / "PG_VERSION").exists():
+            self._refuse_foreign(data)
+            self.binaries = reachable(self.binaries or find_binaries())
+            initialise(data, self.binaries, durable=self.durable_initdb, say=self.say)
+        else:
+            major = int((data / "PG_VERSION").read_text())
+            if self.binaries is None:
+                self.binaries = reachable(find_binaries(major=major))
+            elif self.binaries.major != major:
+                raise VersionRefused(
+                    f"{data} was made by Postgres {major} and cannot be opened by "
+                    f"{self.binaries.version}: use the bin folder of a Postgres {major}"
+                )
+            _stop_orphan(data, self.say)
+        _make_socket_folder(self.place.sockets, data.stat().st_uid)
+
+    @staticmethod
+    def _refuse_foreign(data: Path) -> None:
+        if data.is_dir() and any(data.iterdir()):
+            raise StorageFailed(
+                f"{data} is not empty and not a Postgres data folder; move it away or set FABRIC_HOME"
+            )
+
+    def _launch(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._process = self._spawn()
+            fault = self._await_ready(deadline)
+            if fault is None:
+                _ensure_database(self.place)
+                return
+            # backends of a killed server hold its shared memory for a moment after its end
+            if "still in use" not in fault or time.monotonic() > deadline:
+                raise StorageFailed(f"Postgres on {self.place.data} does not start: {fault}")
+            time.sleep(0.2)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        assert self.binaries is not None
+        owner = self.place.data.stat()
+        options = {**server_options(), **self.options}
+        arguments = [
+            str(self.binaries.postgres), "-D", str(self.place.data), "-k", str(self.place.sockets), "-h", "",
+            *(part for name, value in options.items() for part in ("-c", f"{name}={value}")),
+        ]  # fmt: skip
+        command = [sys.executable, "-I", "-S", "-c", SHIM, *ids_arguments(owner), *arguments]
+        with self._open_log() as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(),
+                start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+            )
+
+    def _open_log(self) -> IO[bytes]:
+        if self.log is None:
+            return Path(os.devnull).open("ab")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self.log.open("ab")
+
+    def _await_ready(self, deadline: float) -> str | None:
+        """None once the server takes connections, else the reason it ended."""
+        assert self._process is not None
+        said_s = time.monotonic()
+        url = self.place.url.replace(f"/{DATABASE}?", "/postgres?")
+        while True:
+            if self._process.poll() is not None:
+                return self._last_words()
+            try:
+                with psycopg.connect(url, connect_timeout=5):
+                    return None
+            except psycopg.OperationalError as fault:
+                why = " ".join(str(fault).split())
+            now = time.monotonic()
+            if now > deadline:
+                raise DatabaseUnavailable(
+                    f"Postgres on {self.place.data} does not answer yet ({why}); "
+                    "it may still be recovering, see its log"
+                )
+            if now - said_s > 5:
+                said_s = now
+                self.say(f"waiting for Postgres: {why.rpartition('FATAL:')[2].strip()}")
+            time.sleep(0.03)
+
+    def _last_words(self) -> str:
+        if self.log is None:
+            return f"it ended with status {self._process.returncode if self._process else '?'}"
+        lines = self.log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
+        fatal = [line for line in lines if "FATAL" in line or "PANIC" in line]
+        return " / ".join((fatal or lines)[-2:]) + f" (log: {self.log})"
+
+
+def server_options() -> dict[str, str]:
+    """Sized for a small machine: an eighth of the memory up to 2 GB for buffers, WAL room that keeps
+    checkpoints timed instead of forced (fewer full-page images: 1,529 -> 1,373 B a row), durable commits."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    buffers = min(max(memory // 8, 64 << 20), 2 << 30) >> 20
+    return {
+        "shared_buffers": f"{buffers}MB",
+        "wal_buffers": "16MB" if buffers < 1024 else "64MB",
+        "max_wal_size": "4GB",
+        "min_wal_size": "256MB",
+        "checkpoint_timeout": "15min",
+        "max_connections": "100",
+        "unix_socket_permissions": "0700",
+        "log_min_messages": "warning",
+        "log_checkpoints": "off",
+        "log_line_prefix": "%m [%p] ",
+        "log_timezone": "UTC",
+        "timezone": "UTC",
+    }
+
+
+def _make_socket_folder(folder: Path, uid: int) -> None:
+    longest = len(os.fsencode(folder / ".s.PGSQL.5432"))
+    if longest > UNIX_PATH_BYTES_MAX:
+        raise SettingsError(
+            f"the socket path under {folder} has {longest} bytes, more than {UNIX_PATH_BYTES_MAX}: "
+            "set FABRIC_HOME to a shorter path"
+        )
+    make_folder(folder)
+    owner = folder.stat().st_uid
+    if owner not in (uid, os.geteuid()):
+        raise StorageFailed(f"{folder} belongs to user {owner}; remove it, it must be ours alone")
+    if owner != uid:
+        os.chown(folder, uid, uid)
+    folder.chmod(0o700)
+
+
+def _link_home(where: Place, say: Say) -> None:
+    """Leave <home>/postgres as a link to data kept elsewhere. Data without a link belongs to a home that was
+    emptied: it is moved aside, never opened by the new home and never deleted."""
+    link = where.home / "postgres"
+    if link.is_symlink():
+        return
+    if where.data.exists():
+        aside = where.data.with_name(f"data-of-an-emptied-home-{time.time_ns()}")
+        where.data.rename(aside)
+        say(f"{where.home} was emptied; its former database is kept in {aside}")
+    link.symlink_to(where.data)
+
+
+def _require_reachable(folder: Path) -> None:
+    if os.geteuid() == 0 and not passable(folder):
+        raise SettingsError(
+            f"Postgres must not run as root, and its own user cannot enter {folder}: let others pass "
+            "(chmod o+x) on each folder above it, set FABRIC_HOME elsewhere, or set FABRIC_PG_URL"
+        )
+
+
+def _stop_orphan(data: Path, say: Say) -> None:
+    """Nobody owns the folder (we hold the lock), so a server on it outlived its parent: stop it. A pid file
+    whose number belongs to something else by now would stop the start, so it goes."""
+    pid_file = data / "postmaster.pid"
+    try:
+        pid = int(pid_file.read_text().split("\n", 1)[0])
+    except (FileNotFoundError, ValueError):
+        return
+    if not _serves(pid, data):
+        pid_file.unlink(missing_ok=True)
+        return
+    say(f"stopping Postgres {pid}, which outlived the process that started it")
+    for number, patience_s in (
+        (signal.SIGINT, STOP_S),
+        (signal.SIGQUIT, 10.0),
+        (signal.SIGKILL, 10.0),
+    ):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if not _serves(pid, data):
+                return
+            time.sleep(0.05)
+    raise AlreadyRunning(f"process {pid} serves {data} and does not end; stop it first")
+
+
+def _serves(pid: int, data: Path) -> bool:
+    """Whether process `pid` is a server on `data`: a server's working folder is its data folder."""
+    try:
+        return Path(f"/proc/{pid}/cwd").resolve(strict=True) == data.resolve()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def _ensure_database(where: Place) -> None:
+    url = where.url.replace(f"/{DATABASE}?", "/postgres?")
+    with psycopg.connect(url, autocommit=True) as connection:
+        found = connection.execute("select from pg_database where datname = %s", (DATABASE,))
+        if found.fetchone() is None:
+            connection.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
+
+
+def main() -> int:
+    """Run the server of these settings in the foreground until SIGTERM or SIGINT, or until it ends by itself
+    (then 1). One ready line on stdout."""
+    settings = settings_module.load()
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+
+    def say(line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    server = EmbeddedPostgres.of(settings, say=say)
+    server.start()
+    try:
+        assert server.binaries is not None
+        sys.stdout.write(f"ready: postgres {server.binaries.version} on {server.place.sockets}\n")
+        sys.stdout.flush()
+        while not asked:
+            status = server.wait(0.25)
+            if status is not None:
+                say(f"Postgres ended by itself (status {status}): {server._last_words()}")
+                return 1
+    finally:
+        server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FabricError as problem:
+        sys.stderr.write(f"{problem}\n")
+        sys.exit(problem.exit_code)

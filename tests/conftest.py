@@ -1,0 +1,24 @@
+"""What every test may rely on: a home of its own, and no setting that leaks in from the shell."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fabric_pipelines import settings
+
+KEEP = {"FABRIC_MODELS", "FABRIC_REQUIRE_GPU", "FABRIC_REQUIRE_PARITY", "FABRIC_PG_BIN"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FABRIC_") and name not in KEEP]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def home_settings(tmp_path: Path) -> settings.Settings:
+    """Settings whose home is the test's own folder."""
+    return settings.load({"home": tmp_path / "home"}, {}, tmp_path)

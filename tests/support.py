@@ -1,0 +1,30 @@
+"""Shared words of the tests: a missing service skips on a laptop and fails in CI; waiting has a deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """CI installs everything, so there a missing thing is a fault; elsewhere it is said and skipped."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"in CI this must be there: {reason}")
+    pytest.skip(reason)
+
+
+def eventually(probe: Callable[[], T | None], *, within_s: float, what: str) -> T:
+    """The first non-None, non-False answer of `probe`; fails naming `what` after `within_s` seconds."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        answer = probe()
+        if answer is not None and answer is not False:
+            return answer
+        time.sleep(0.02)
+    pytest.fail(f"not within {within_s} s: {what}")
