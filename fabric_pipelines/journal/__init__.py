@@ -1,1 +1,13 @@
-"""See docs/architecture.md."""
+"""The journal: an append-only log of frames that survives a crash at any instruction. Bytes only; knows no task.
+
+One idea: an acknowledgement is a returned `commit()`, which returns only after `fdatasync` did. What the log
+says is durable and unreadable is corruption and is refused; what it never called durable may be cut.
+The bytes on disk are described in FORMAT.md, next to this file.
+"""
+
+from fabric_pipelines.journal.files import FileOps, OsFileOps
+from fabric_pipelines.journal.frame import DATA_KIND_MAX, Frame
+from fabric_pipelines.journal.journal import Journal
+from fabric_pipelines.journal.recovery import RecoveryReport
+
+__all__ = ["DATA_KIND_MAX", "FileOps", "Frame", "Journal", "OsFileOps", "RecoveryReport"]

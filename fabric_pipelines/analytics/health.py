@@ -1,0 +1,266 @@
+"""Measure the health of every cluster of a store: the passes in order, then the metrics over what they left.
+
+Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Two passes
+that see the same quantity independently must agree (sum of |x|^2 = W + n |mean|^2); where they do not, every
+value built on them is CORRUPT, which is how a kernel that drops dimensions shows itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from fabric_pipelines.analytics import passes
+from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, Csr
+from fabric_pipelines.analytics.metrics import METRICS, Facts, Reading, Reference, Status
+from fabric_pipelines.analytics.sweeps import CpuSweeps, Sweeps
+from fabric_pipelines.errors import UsageError
+from fabric_pipelines.telemetry import timed
+
+__all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
+
+Metric = Literal["cosine", "l2"]
+MIN_NORM = 1e-12  # below it a row has no direction
+AGREEMENT = 1e-9  # relative; float64 sums of 2^31 rows stay 1,000 times below it
+SWEPT = ("P1", "P2", "P3")  # passes whose sweeps a device may take over
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthTable:
+    """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
+    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other."""
+
+    metric: Metric
+    dim: int
+    readings: Mapping[str, Reading]
+    aux: Mapping[str, npt.NDArray[Any]]
+    facts: Facts = field(repr=False)
+    pass_seconds: Mapping[str, float]
+    pass_flop: Mapping[str, float]
+    backend: Mapping[str, str]
+    breaches: I64
+
+    @property
+    def clusters(self) -> int:
+        return len(self.facts.admission.size)
+
+    def to_arrow(self) -> pa.Table:
+        """One row a cluster: cluster, then <metric> (null unless OK) and <metric>_status, then aux columns."""
+        columns: dict[str, Any] = {"cluster": pa.array(np.arange(self.clusters, dtype=np.int64))}
+        names = pa.array([status.name for status in Status])
+        for name, reading in self.readings.items():
+            columns[name] = pa.array(reading.value, mask=reading.status != Status.OK)
+            columns[f"{name}_status"] = pa.DictionaryArray.from_arrays(
+                pa.array(reading.status.astype(np.int8)), names
+            )
+        columns.update({name: pa.array(values) for name, values in self.aux.items()})
+        return pa.table(columns)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the rows' facts, ready for json.dumps; values that are not OK are None."""
+        return {
+            "metric": self.metric,
+            "dim": self.dim,
+            "clusters": self.clusters,
+            "metrics": {
+                name: {
+                    "values": [
+                        None if np.isnan(value) else float(value) for value in reading.value
+                    ],
+                    "status": [Status(code).name for code in reading.status],
+                }
+                for name, reading in self.readings.items()
+            },
+            "aux": {
+                name: [None if value != value else value for value in values.tolist()]
+                for name, values in self.aux.items()
+            },
+            "pass_seconds": dict(self.pass_seconds),
+            "pass_flop": dict(self.pass_flop),
+            "backend": dict(self.backend),
+            "breaches": self.breaches.tolist(),
+        }
+
+    def summary(self) -> dict[str, dict[str, float | int | None]]:
+        """Per metric: clusters with a value, and least, median, greatest of them (None without any)."""
+        out: dict[str, dict[str, float | int | None]] = {}
+        for name, reading in self.readings.items():
+            known = reading.value[reading.status == Status.OK]
+            out[name] = {
+                "ok": len(known),
+                "least": float(known.min()) if len(known) else None,
+                "median": float(np.median(known)) if len(known) else None,
+                "greatest": float(known.max()) if len(known) else None,
+            }
+        return out
+
+    def reference(self) -> Reference:
+        """What a later measurement is compared with; NaN in it makes that comparison U_CONTEXT."""
+        found = self.facts.admission
+        none = found.size == 0
+        return Reference(
+            size_raw=found.size_raw,
+            norm_mean=np.where(none, np.nan, found.norm_sum / np.maximum(found.size, 1)),
+            digest_sum=found.digest_sum,
+            digest_xor=found.digest_xor,
+            centroid=self.facts.centroids.mean,
+            rms_radius=np.where(none, np.nan, self.facts.rms_radius),
+        )
+
+
+def measure(
+    X: F32,
+    indptr: I64,
+    ids: I64,
+    *,
+    metric: Metric,
+    backend: Literal["cpu", "cuda"] = "cpu",
+    reference: Reference | None = None,
+    min_norm: float = MIN_NORM,
+    budget_flop: float | None = None,
+) -> HealthTable:
+    """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
+
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
+    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop` is skipped
+    whole. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
+    CuPy or a fit device.
+    """
+    if metric not in ("cosine", "l2"):
+        raise UsageError(f"metric {metric!r} is unknown; it must be 'cosine' or 'l2'")
+    csr = Csr(X, indptr, ids)
+    if reference is not None:
+        reference.require_fits(csr.clusters, csr.dim)
+    sweeps = _sweeps(backend, csr)
+    try:
+        return _measure(csr, sweeps, metric, reference, min_norm, budget_flop)
+    finally:
+        sweeps.close()
+
+
+def _sweeps(backend: str, csr: Csr) -> Sweeps:
+    if backend == "cpu":
+        return CpuSweeps(csr)
+    raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu'")
+
+
+def _measure(
+    csr: Csr,
+    sweeps: Sweeps,
+    metric: Metric,
+    reference: Reference | None,
+    min_norm: float,
+    budget_flop: float | None,
+) -> HealthTable:
+    seconds: dict[str, float] = {}
+    flop = _cost(csr)
+    allowed = {name: budget_flop is None or cost <= budget_flop for name, cost in flop.items()}
+
+    def run(name: str, work: Callable[[], T]) -> T:
+        with timed() as time:
+            result = work()
+        seconds[name] = time["seconds"]
+        return result
+
+    admission = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
+    means = run("P2", lambda: passes.centroid(csr, sweeps, admission, cosine=metric == "cosine"))
+    radii = run("P3", lambda: passes.radius(csr, sweeps, admission, means))
+    order = run("P4", lambda: passes.order(csr, admission, radii)) if allowed["P4"] else None
+    pairs = run("P7", lambda: passes.pairs(means, radii, admission.size)) if allowed["P7"] else None
+    several = int((admission.size > 0).sum()) > 1
+    points = (
+        run("P8", lambda: passes.points(csr, admission, means, radii))
+        if allowed["P8"] and several
+        else None
+    )
+    facts = Facts(metric == "cosine", reference, admission, means, radii, order, pairs, points)
+    broken = _contradictions(facts)
+    ran = {"P4": order is not None, "P7": pairs is not None, "P8": points is not None}
+    readings = {}
+    for name, spec in METRICS.items():
+        if ran.get(spec.pass_name, True):
+            reading = spec.read(facts)
+        else:
+            skipped = not allowed[spec.pass_name]
+            reading = _unknown(facts, Status.SKIPPED_BUDGET if skipped else Status.U_CONTEXT)
+        readings[name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
+    return HealthTable(
+        metric=metric,
+        dim=csr.dim,
+        readings=readings,
+        aux=_aux(facts),
+        facts=facts,
+        pass_seconds=seconds,
+        pass_flop=flop,
+        backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
+        breaches=np.flatnonzero(broken).astype(np.int64),
+    )
+
+
+def _cost(csr: Csr) -> dict[str, float]:
+    """Floating-point operations of each pass, known before it starts."""
+    rows, dim, clusters = float(len(csr.rows)), float(csr.dim), float(csr.clusters)
+    sort = rows * max(1.0, np.log2(max(rows, 2)))
+    return {
+        "P1": 2 * rows * dim,
+        "P2": 2 * rows * dim,
+        "P3": 3 * rows * dim,
+        "P4": 4 * sort,
+        "P7": 3 * clusters * clusters * dim,
+        "P8": 2 * rows * clusters * dim,
+    }
+
+
+def _unknown(facts: Facts, why: Status) -> Reading:
+    """No value anywhere; an empty cluster still says U_SIZE first."""
+    size = facts.admission.size
+    undefined = why is Status.U_CONTEXT
+    status = np.where((size == 0) & undefined, Status.U_SIZE, why).astype(np.uint8)
+    return Reading(np.full(len(size), np.nan), status)
+
+
+def _contradictions(facts: Facts) -> Bool:
+    """Where P1 disagrees with P2 and P3 about the sum of |x|^2 (in a cosine store: about n)."""
+    mean = facts.centroids.mean
+    seen = facts.size if facts.cosine else facts.admission.norm2_sum
+    rebuilt: F64 = facts.radii.within + facts.size * np.einsum("kd,kd->k", mean, mean)
+    return ~(np.abs(seen - rebuilt) <= AGREEMENT * np.maximum(seen, rebuilt))
+
+
+def _distrust(reading: Reading, broken: Bool) -> Reading:
+    if not broken.any():
+        return reading
+    return Reading(
+        np.where(broken, np.nan, reading.value),
+        np.where(broken, np.uint8(Status.CORRUPT), reading.status),
+    )
+
+
+def _aux(facts: Facts) -> dict[str, npt.NDArray[Any]]:
+    found = facts.admission
+    variance = (
+        found.norm2_sum / np.maximum(found.size, 1)
+        - (found.norm_sum / np.maximum(found.size, 1)) ** 2
+    )
+    mean = found.norm_sum / np.maximum(found.size, 1)
+    aux: dict[str, npt.NDArray[Any]] = {
+        "n_raw": found.size_raw,
+        "nan_rows": found.nan,
+        "inf_rows": found.inf,
+        "zero_rows": found.zero,
+        "norm_cv": np.divide(
+            np.sqrt(np.maximum(variance, 0.0)), mean, out=np.full(len(mean), np.nan), where=mean > 0
+        ),
+        "medoid_id": facts.radii.medoid,
+    }
+    if facts.pairs is not None:
+        aux["davies_bouldin_partner"] = facts.pairs.partner
+    if facts.points is not None:
+        aux["misassigned_rows"] = facts.points.misassigned
+    return aux

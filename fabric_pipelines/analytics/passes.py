@@ -1,0 +1,311 @@
+"""The passes: sweeps over rows or tiles that leave a few numbers a row or a cluster for the metrics to read.
+
+Order is a DAG: P1 admit > P2 centroid > P3 radius > {P4 order, P7 centroid pairs, P8 point to centroid}.
+Everything is float64. Bad rows (NaN, Inf, shorter than min_norm) are counted by P1 and weigh 0 in every
+later pass; in a cosine store a row counts as its direction. No pass knows a metric's policy for small n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.analytics.csr import (
+    F64,
+    I64,
+    U64,
+    Bool,
+    Csr,
+    segment_argmin,
+    segment_min,
+    segment_quantile,
+    segment_sum,
+    segment_xor,
+)
+from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
+from fabric_pipelines.analytics.sweeps import Sweeps
+
+COINCIDENT = (
+    1e-12  # centroids closer than this share of the longest one are one point: rounding decides
+)
+TILE_VALUES = 1 << 20  # float64 values of one distance tile, 8 MiB
+MARGIN_NARROW = 0.05  # a row whose margin is below this sits on a border (metric 22)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """P1. Per row: good, norm, flag, hash. Per cluster: size_raw, size (good rows), sub-counts of bad rows,
+    sum and sum of squares of the norms, order-free digest of (id, row hash)."""
+
+    good: Bool
+    norm: F64
+    hash: U64
+    size_raw: I64
+    size: I64
+    bad: I64
+    nan: I64
+    inf: I64
+    zero: I64
+    norm_sum: F64
+    norm2_sum: F64
+    digest_sum: U64
+    digest_xor: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Centroids:
+    """P2. weight f64 [N] (0 = left out), mean [K, d] of the rows as stored, resultant = |mean direction|."""
+
+    weight: F64
+    mean: F64
+    resultant: F64
+
+
+@dataclass(frozen=True, slots=True)
+class Radii:
+    """P3. radius2 [N]; per cluster: within = sum of radius2 (W), mean radius (S), smallest radius, medoid id."""
+
+    radius2: F64
+    within: F64
+    mean_radius: F64
+    least_radius: F64
+    medoid: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """P4. Distinct rows (bytes compared) and quantiles of the radii."""
+
+    distinct: I64
+    median: F64
+    p95: F64
+    p99: F64
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """P7. Davies-Bouldin term with its partner (-1: none) and whether some centroids coincide; B_c."""
+
+    ratio: F64
+    partner: I64
+    coincident: Bool
+    between: F64
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """P8. Per cluster sums over rows: silhouette, negative silhouettes, narrow and negative margins; q10."""
+
+    silhouette_sum: F64
+    negative: I64
+    narrow: I64
+    misassigned: I64
+    margin_p10: F64
+
+
+def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float) -> Admission:
+    norm2, flag, row_hash = sweeps.admit(min_norm)
+    good = flag == 0
+    norm = np.sqrt(np.where(good, norm2, 0.0))
+    with np.errstate(over="ignore"):
+        mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
+        digest_sum = segment_sum(mark, csr.indptr)
+
+    def count(marked: npt.NDArray[np.bool_]) -> I64:
+        return segment_sum(marked.astype(np.int64), csr.indptr)
+
+    return Admission(
+        good=good,
+        norm=norm,
+        hash=row_hash,
+        size_raw=csr.sizes,
+        size=count(good),
+        bad=count(~good),
+        nan=count((flag & NAN) != 0),
+        inf=count((flag & INF) != 0),
+        zero=count((flag & ZERO) != 0),
+        norm_sum=segment_sum(norm, csr.indptr),
+        norm2_sum=segment_sum(norm * norm, csr.indptr),
+        digest_sum=digest_sum,
+        digest_xor=segment_xor(mark, csr.indptr),
+    )
+
+
+def _per_row(total: F64, size: I64) -> F64:
+    """total / size, 0 where size is 0: metrics answer U_SIZE there."""
+    divisor = np.maximum(size, 1).astype(np.float64)
+    result: F64 = total / (divisor[:, None] if total.ndim == 2 else divisor)
+    return result
+
+
+def centroid(csr: Csr, sweeps: Sweeps, admitted: Admission, *, cosine: bool) -> Centroids:
+    inverse = np.divide(1.0, admitted.norm, out=np.zeros(len(csr.rows)), where=admitted.good)
+    direction = _per_row(sweeps.centroid(inverse), admitted.size)
+    resultant = np.sqrt(np.einsum("kd,kd->k", direction, direction))
+    if cosine:
+        return Centroids(inverse, direction, resultant)
+    weight = admitted.good.astype(np.float64)
+    return Centroids(weight, _per_row(sweeps.centroid(weight), admitted.size), resultant)
+
+
+def radius(csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids) -> Radii:
+    radius2 = sweeps.radius2(centroids.weight, centroids.mean)
+    length = np.sqrt(radius2)
+    left_out_far = np.where(admitted.good, length, np.inf)
+    return Radii(
+        radius2=radius2,
+        within=segment_sum(radius2, csr.indptr),
+        mean_radius=_per_row(segment_sum(length, csr.indptr), admitted.size),
+        least_radius=segment_min(left_out_far, csr.indptr),
+        medoid=segment_argmin(left_out_far, csr.ids, csr.indptr),
+    )
+
+
+def order(csr: Csr, admitted: Admission, radii: Radii) -> Order:
+    owner, length = csr.owner(), np.sqrt(radii.radius2)
+    median, p95, p99 = (
+        segment_quantile(length, admitted.good, csr.indptr, owner, share)
+        for share in (0.5, 0.95, 0.99)
+    )
+    return Order(_distinct(csr, admitted.hash, owner), median, p95, p99)
+
+
+def _distinct(csr: Csr, row_hash: U64, owner: I64) -> I64:
+    """Distinct rows of each cluster. Rows are sorted by hash; equal neighbours are compared byte by byte, and
+    the clusters where a hash lied (never seen) are counted from their bytes instead."""
+    if len(owner) == 0:
+        return csr.sizes
+    ranked = np.lexsort((row_hash[:, 1], row_hash[:, 0], owner))
+    same = (owner[ranked][1:] == owner[ranked][:-1]) & (
+        row_hash[ranked][1:] == row_hash[ranked][:-1]
+    ).all(axis=1)
+    hit = np.flatnonzero(same)
+    words = csr.rows.view(np.uint32)
+    equal = np.empty(len(hit), dtype=np.bool_)
+    for part in csr.blocks():
+        at = hit[part]
+        equal[part] = (words[ranked[at]] == words[ranked[at + 1]]).all(axis=1)
+    repeats = np.bincount(owner[ranked[hit[equal]]], minlength=csr.clusters)
+    distinct: I64 = csr.sizes - repeats
+    for cluster in np.unique(owner[ranked[hit[~equal]]]):
+        own = words[csr.indptr[cluster] : csr.indptr[cluster + 1]]
+        distinct[cluster] = len(np.unique(own, axis=0))
+    return distinct
+
+
+def pairs(centroids: Centroids, radii: Radii, size: I64) -> Pairs:
+    """K x K in tiles over the filled clusters."""
+    filled = np.flatnonzero(size > 0)
+    count = len(size)
+    out = Pairs(
+        ratio=np.full(count, np.nan),
+        partner=np.full(count, -1, dtype=np.int64),
+        coincident=np.zeros(count, dtype=np.bool_),
+        between=np.zeros(count),
+    )
+    if len(filled) == 0:
+        return out
+    mean, spread = centroids.mean[filled], radii.mean_radius[filled]
+    total = np.average(mean, axis=0, weights=size[filled])
+    apart = mean - total
+    out.between[filled] = size[filled] * np.einsum("kd,kd->k", apart, apart)
+    same2 = COINCIDENT**2 * np.einsum("kd,kd->k", mean, mean).max()
+    for rows, distance2 in _direct_tiles(mean):
+        own = np.arange(rows.start, rows.stop)
+        here = np.arange(len(own))
+        distance2[here, own] = np.inf
+        out.coincident[filled[rows]] = (distance2 <= same2).any(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = (spread[rows, None] + spread[None, :]) / np.sqrt(distance2)
+        ratio[distance2 <= same2] = -np.inf
+        ratio[here, own] = -np.inf
+        best = ratio.argmax(axis=1)
+        found = np.isfinite(ratio[here, best])
+        out.ratio[filled[rows][found]] = ratio[here, best][found]
+        out.partner[filled[rows][found]] = filled[best[found]]
+    return out
+
+
+def _direct_tiles(mean: F64) -> Iterator[tuple[slice, F64]]:
+    """Squared distances of a block of centroids to all centroids by direct differences, dim by block."""
+    count, dim = mean.shape
+    step = max(1, TILE_VALUES // max(1, count * min(dim, 64)))
+    for start in range(0, count, step):
+        rows = slice(start, min(start + step, count))
+        distance2 = np.zeros((rows.stop - rows.start, count))
+        for low in range(0, dim, 64):
+            part = mean[rows, None, low : low + 64] - mean[None, :, low : low + 64]
+            distance2 += np.einsum("rkd,rkd->rk", part, part)
+        yield rows, distance2
+
+
+def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) -> Points:
+    """N x K in tiles, exact silhouette by moments.
+
+    Mean over a cluster of |x - y|^2 is |x - m|^2 + W / n, so no pair of rows is ever visited: O(N K d) and no
+    N x N matrix. In a cosine store this is twice the cosine distance, and the factor cancels. O(rows) memory:
+    only the two smallest values a row are kept.
+    """
+    owner, size = csr.owner(), admitted.size
+    spread = _per_row(radii.within, size)
+    other_mean, near2 = _nearest_other(csr, centroids, size, spread, owner)
+    rest = np.maximum(size[owner] - 1, 1)
+    own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
+    larger = np.maximum(own_mean, other_mean)
+    # a = b, also when both are 0, and singletons score 0 (Rousseeuw 1987)
+    score = np.divide(other_mean - own_mean, larger, out=np.zeros_like(larger), where=(larger > 0))
+    score[(size[owner] < 2) | ~admitted.good] = 0.0
+    own, near = np.sqrt(radii.radius2), np.sqrt(near2)
+    both = own + near
+    # on top of two centroids at once nothing tells them apart: margin 0
+    margin = np.divide(near - own, both, out=np.zeros_like(both), where=both > 0)
+
+    def count(marked: Bool) -> I64:
+        return segment_sum((marked & admitted.good).astype(np.int64), csr.indptr)
+
+    return Points(
+        silhouette_sum=segment_sum(score, csr.indptr),
+        negative=count(score < 0),
+        narrow=count(margin < MARGIN_NARROW),
+        misassigned=count(margin < 0),
+        margin_p10=segment_quantile(margin, admitted.good, csr.indptr, owner, 0.10),
+    )
+
+
+def _nearest_other(
+    csr: Csr, centroids: Centroids, size: I64, spread: F64, owner: I64
+) -> tuple[F64, F64]:
+    """Per row, over filled clusters other than its own: least mean squared distance to the members, and least
+    squared distance to the centroid. Needs two filled clusters."""
+    filled = np.flatnonzero(size > 0)
+    total = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    centred = centroids.mean[filled] - total
+    norm2 = np.einsum("kd,kd->k", centred, centred)
+    column = np.full(csr.clusters, -1, dtype=np.int64)
+    column[filled] = np.arange(len(filled))
+    width = min(len(filled), 1024)
+    mean_least, near_least = np.full(len(csr.rows), np.inf), np.full(len(csr.rows), np.inf)
+    for rows in csr.blocks(max(width, csr.dim)):
+        weight = centroids.weight[rows]
+        block = csr.rows[rows].astype(np.float64)
+        block[weight == 0] = 0.0
+        block *= weight[:, None]
+        block -= total
+        row_norm2 = np.einsum("nd,nd->n", block, block)
+        for low in range(0, len(filled), width):
+            part = slice(low, low + width)
+            distance2 = block @ centred[part].T
+            distance2 *= -2.0
+            distance2 += norm2[part]
+            distance2 += row_norm2[:, None]
+            np.maximum(distance2, 0.0, out=distance2)
+            own = column[owner[rows]] - low
+            inside = np.flatnonzero((own >= 0) & (own < distance2.shape[1]))
+            distance2[inside, own[inside]] = np.inf
+            near_least[rows] = np.minimum(near_least[rows], distance2.min(axis=1))
+            distance2 += spread[filled[part]]
+            mean_least[rows] = np.minimum(mean_least[rows], distance2.min(axis=1))
+    return mean_least, near_least

@@ -1,0 +1,25 @@
+"""Twin of cuda/csr_centroid.cu: weighted sum of the rows of each cluster.
+
+Weight 0 leaves a row out, also when it holds NaN: 0 x NaN must not reach a sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fabric_pipelines.analytics.csr import F32, F64, I64, segment_row_sums
+
+
+def weighted(rows: F32, weight: F64) -> F64:
+    """rows x weight in float64, with zeros for rows of weight 0."""
+    wide = rows.astype(np.float64)
+    left_out = weight == 0
+    if left_out.any():
+        wide[left_out] = 0
+    wide *= weight[:, None]
+    return wide
+
+
+def csr_centroid(rows: F32, weight: F64, indptr: I64) -> F64:
+    """rows f32 [n, d], weight f64 [n], indptr int64 [K+1] -> f64 [K, d]."""
+    return segment_row_sums(weighted(rows, weight), indptr)

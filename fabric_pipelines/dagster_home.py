@@ -1,0 +1,47 @@
+"""The folder of the Dagster instance: its dagster.yaml, and the .env by which plain `dagster dev` finds it.
+
+Both are written once and never over what a person put there. The .env belongs to the working folder, is
+ignored by git, and holds two paths; without it `dagster dev` works too, on an instance that ends with it.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.settings import Settings
+
+CONFIG_NAME = "dagster.yaml"
+
+
+def ensure_dagster_home(settings: Settings) -> Path:
+    """The instance's folder with a dagster.yaml in it. Raises StorageFailed where it may not write."""
+    folder = settings.dagster_home
+    config = folder / CONFIG_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not config.exists():
+            config.write_text(files("fabric_pipelines").joinpath(CONFIG_NAME).read_text())
+    except OSError as fault:
+        raise StorageFailed(
+            f"{folder} cannot be written ({fault.strerror}); choose another folder with FABRIC_HOME"
+        ) from fault
+    return folder
+
+
+def write_env_file(settings: Settings, folder: Path) -> Path:
+    """Set DAGSTER_HOME and FABRIC_HOME in `folder`/.env; other lines of the file stay as they are."""
+    path = folder / ".env"
+    ours = {"DAGSTER_HOME": settings.dagster_home, "FABRIC_HOME": settings.home}
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if line.partition("=")[0].strip() not in ours]
+        content = "\n".join([*kept, *(f"{name}={value}" for name, value in ours.items())]) + "\n"
+        if not path.exists() or path.read_text() != content:
+            path.write_text(content)
+    except OSError as fault:
+        raise StorageFailed(
+            f"{path} cannot be written ({fault.strerror}); set DAGSTER_HOME={settings.dagster_home}"
+        ) from fault
+    return path

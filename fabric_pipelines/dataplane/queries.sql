@@ -1,0 +1,135 @@
+-- Every statement of the data plane that is not a migration, as named blocks: `-- name: x` up to the next
+-- one. {braces} are identifiers or fragments composed by psycopg.sql, %(names)s are bound parameters.
+
+-- name: bootstrap
+create schema if not exists fabric;
+create table if not exists fabric.meta (
+    key    text primary key,
+    value  text not null
+);
+create table if not exists fabric.migrations (
+    number      integer primary key,
+    name        text not null,
+    sha256      text not null,
+    applied_at  timestamptz not null default clock_timestamp()
+);
+
+-- name: migration_lock
+select pg_advisory_xact_lock(hashtextextended('fabric.migrations', 0));
+
+-- name: applied_migrations
+select number, name, sha256 from fabric.migrations order by number;
+
+-- name: record_migration
+insert into fabric.migrations (number, name, sha256) values (%(number)s, %(name)s, %(sha256)s);
+
+-- name: get_meta
+select value from fabric.meta where key = %(key)s;
+
+-- name: set_meta
+insert into fabric.meta (key, value) values (%(key)s, %(value)s)
+on conflict (key) do update set value = excluded.value;
+
+-- name: cluster
+select system_identifier::text, current_setting('server_version_num')::int, current_database()
+from pg_control_system();
+
+-- name: journals_lock
+lock table fabric.journals in share row exclusive mode;
+
+-- name: journals
+select journal_id, incarnation from fabric.journals order by registered_at, journal_id;
+
+-- name: holds_results
+select exists (select from fabric.acks) or exists (select from fabric.dead_letters);
+
+-- name: add_journal
+insert into fabric.journals (journal_id, incarnation) values (%(journal_id)s, %(incarnation)s);
+
+-- name: snapshot
+select pg_current_snapshot()::text,
+       case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end::text,
+       (select timeline_id from pg_control_checkpoint());
+
+-- name: column_types
+select attname, format_type(atttypid, null), attrelid::bigint
+from pg_attribute
+where attrelid = to_regclass(%(relation)s) and attnum > 0 and not attisdropped
+order by attnum;
+
+-- name: copy_source_rows
+copy (
+    select {id}::bigint, {vector} from {relation} where {filter} order by {id}
+) to stdout (format binary)
+
+-- name: content_sums
+select bucket, count(*), sum(lane_0), sum(lane_1)
+from (
+    select
+        (id & 1023)::integer as bucket,
+        ('x' || encode(substr(digest, 1, 8), 'hex'))::bit(64)::bigint as lane_0,
+        ('x' || encode(substr(digest, 9, 8), 'hex'))::bit(64)::bigint as lane_1
+    from (
+        select {id}::bigint as id, sha256(int8send({id}::bigint) || {wire}) as digest
+        from {relation} where {filter}
+        offset 0 -- keeps the digest from being computed once per lane
+    ) as digests
+) as lanes
+group by bucket
+order by bucket
+
+-- name: acquire_shard
+insert into fabric.shard_lease as held (name, holder, token, expires)
+values (%(name)s, %(holder)s, 1, clock_timestamp() + %(ttl_s)s * interval '1 second')
+on conflict (name) do update
+    set holder = excluded.holder, token = held.token + 1, expires = excluded.expires
+    where held.expires <= clock_timestamp() or held.holder = excluded.holder
+returning token;
+
+-- name: shard_holder
+select holder, token, greatest(0, extract(epoch from expires - clock_timestamp()))::float8
+from fabric.shard_lease where name = %(name)s;
+
+-- name: renew_shard
+update fabric.shard_lease
+set expires = clock_timestamp() + %(ttl_s)s * interval '1 second'
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp();
+
+-- name: release_shard
+update fabric.shard_lease
+set expires = clock_timestamp()
+where name = %(name)s and holder = %(holder)s and token = %(token)s;
+
+-- name: last_generation
+select coalesce(max(generation), 0) from fabric.shard_generation where name = %(name)s;
+
+-- name: publish_generation
+insert into fabric.shard_generation (name, generation, token, manifest_sha256, manifest)
+select name, %(generation)s, token, %(manifest_sha256)s, %(manifest)s
+from fabric.shard_lease
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp()
+for update;
+
+-- name: current_generation
+select name, generation, token, manifest_sha256, manifest, published_at
+from fabric.shard_generation
+where name = %(name)s and (%(generation)s::bigint is null or generation = %(generation)s)
+order by generation desc
+limit 1;
+
+-- name: shard_names
+select distinct name from fabric.shard_generation order by name;
+
+-- name: insert_receipt
+insert into fabric.receipt (receipt_id, shard, generation, statement)
+values (%(receipt_id)s, %(shard)s, %(generation)s, %(statement)s)
+on conflict (receipt_id) do nothing;
+
+-- name: find_receipts
+select receipt_id, shard, generation, statement, issued_at
+from fabric.receipt
+where (%(prefix)s::text is null or starts_with(receipt_id, %(prefix)s))
+  and (%(shard)s::text is null or shard = %(shard)s)
+  and (%(generation)s::bigint is null or generation = %(generation)s)
+order by issued_at desc, receipt_id
+limit %(limit)s;

@@ -1,0 +1,153 @@
+"""The file operations a journal needs, as a seam: the real ones here, a simulated disk in `testing`.
+
+Everything that can lose data goes through here, one method a system call, so that a simulation can record
+them and enumerate what a crash may leave. Errors are OSError; what they mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+IOV_MAX = 1024  # Linux UIO_MAXIOV; a longer vector is EINVAL
+
+
+class FileOps(Protocol):
+    def make_folder(self, folder: Path) -> None:
+        """Create it and its parents, durably."""
+
+    def names(self, folder: Path) -> list[str]: ...
+    def read_bytes(self, path: Path) -> bytes: ...
+    def lock(self, path: Path) -> int:
+        """Exclusive lock on `path`, created if absent; BlockingIOError if another holds it."""
+
+    def open(self, path: Path, *, create: bool = False) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def fallocate(self, fd: int, size: int) -> None: ...
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int: ...
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int: ...
+    def fdatasync(self, fd: int) -> None: ...
+    def fsync(self, fd: int) -> None: ...
+    def fsync_folder(self, folder: Path) -> None: ...
+    def rename(self, source: Path, target: Path) -> None: ...
+    def unlink(self, path: Path) -> None: ...
+    def forget_cache(self, fd: int) -> None:
+        """Drop clean cached pages, so that the next read comes from the device: after a failed fsync the
+        cache may hold what the device never got (Rebello et al., ATC'20)."""
+
+    def map(self, fd: int, size: int) -> memoryview:
+        """Read-only mapping; the file may not shrink while it lives."""
+
+
+class OsFileOps:
+    """Linux."""
+
+    def make_folder(self, folder: Path) -> None:
+        missing = [level for level in (folder, *folder.parents) if not level.exists()]
+        for level in reversed(missing):
+            level.mkdir(exist_ok=True)
+            self.fsync_folder(level.parent)
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(entry.name for entry in folder.iterdir())
+
+    def read_bytes(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def lock(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        return os.open(path, flags, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def fallocate(self, fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, size)
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(fd, [buffer], offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_folder(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def forget_cache(self, fd: int) -> None:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def map(self, fd: int, size: int) -> memoryview:
+        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+
+def write_all(ops: FileOps, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+    """Write every buffer from `offset` on, in vectors of IOV_MAX, going on after short writes; returns the
+    end offset."""
+    pending = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    at = 0
+    while at < len(pending):
+        written = ops.pwritev(fd, pending[at : at + IOV_MAX], offset)
+        if written <= 0:
+            raise OSError(5, f"pwritev wrote {written} bytes")
+        offset += written
+        while at < len(pending) and written >= len(pending[at]):
+            written -= len(pending[at])
+            at += 1
+        if written:
+            pending[at] = pending[at][written:]
+    return offset
+
+
+def read_exactly(ops: FileOps, fd: int, length: int, offset: int) -> memoryview:
+    """`length` bytes at `offset` in fresh memory aligned to 64 bytes, read-only; shorter only at end of file."""
+    buffer = aligned_buffer(length)
+    filled = 0
+    while filled < length:
+        count = ops.preadv(fd, buffer[filled:], offset + filled)
+        if count == 0:
+            break
+        filled += count
+    return buffer[:filled].toreadonly()
+
+
+def aligned_buffer(length: int) -> memoryview:
+    memory = np.empty(length + 63, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory.data[start : start + length]

@@ -1,0 +1,592 @@
+"""The journal's one owner: append to an open group, commit it durably, read it back, recycle what is over.
+
+A group lies whole in one segment and is written in one go, so it is there or not there. Rolling to the next
+segment makes that one durable before the old one is sealed, and the old one sealed before the new one is
+used: a missing segment can always be told from one never written. Refuses to go on after the first failed
+write or fsync: the kernel has then already forgotten which pages were lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
+from fabric_pipelines.journal.frame import (
+    COMMIT,
+    CONTROL_FRAME_BYTES,
+    DATA_KIND_MAX,
+    DURABLE,
+    HEADER_BYTES,
+    OPENED,
+    SEAL,
+    SEGMENT,
+    Control,
+    Frame,
+    Payload,
+    extend_chain,
+    pack_control,
+    pack_header,
+    padded,
+    payload_crc,
+    salt_of,
+)
+from fabric_pipelines.journal.identity import Identity, read_identity, write_identity
+from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, holds_frames, recover
+from fabric_pipelines.journal.segment import (
+    FIRST_FRAME_OFFSET,
+    SUFFIX,
+    Segment,
+    Source,
+    frame_at,
+)
+
+LOCK = "lock"
+SEGMENT_BYTES_MIN = 4096
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+OS_FILE_OPS = OsFileOps()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """One appended frame of the open group; its header is made when the group's segment is known."""
+
+    kind: int
+    schema_id: int
+    rows: int
+    time_us: int
+    length: int
+    crc: int
+    parts: tuple[memoryview, ...]
+
+    @property
+    def frame_bytes(self) -> int:
+        return HEADER_BYTES + padded(self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A segment file that is allocated, fsynced and in a fsynced folder, ready for first use."""
+
+    path: Path
+    fd: int
+
+
+class Journal:
+    """Not thread-safe, but for `sync`, which one helper may run while the owner goes on appending."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        recovered: Recovered,
+        *,
+        fds: dict[Path, int],
+        segment_bytes: int,
+        clock: Clock,
+        ops: FileOps,
+    ) -> None:
+        self.folder = folder
+        self.journal_id = identity.journal_id
+        self.incarnation = identity.incarnation
+        self.recovered: RecoveryReport = recovered.report
+        self._uuid = identity.uuid_bytes
+        self._salt = salt_of(identity.uuid_bytes)
+        self._segment_bytes = segment_bytes
+        self._clock, self._ops = clock, ops
+        self._fds = fds
+        self._segments = recovered.segments
+        self._free = recovered.free
+        self._spare: _Spare | None = None
+        self._chain = recovered.chain
+        self._low_epoch = recovered.low_epoch
+        self._opens = recovered.report.opens + 1
+        self._group: list[_Pending] = []
+        self._group_bytes = 0
+        self._written_lsn = recovered.report.last_lsn
+        self._durable_lsn = recovered.report.last_lsn
+        self._recorded_lsn = recovered.report.recorded_durable_lsn
+        self._stopped = ""
+        self._syncing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        segment_bytes: int,
+        clock: Clock = SYSTEM_CLOCK,
+        ops: FileOps = OS_FILE_OPS,
+    ) -> Journal:
+        """Create or recover the journal in `folder`, and hold it alone.
+
+        Raises AlreadyRunning if another process holds it, CorruptionFound if acknowledged bytes are
+        damaged, VersionRefused for another format, StorageFailed for a folder that cannot be written.
+        """
+        if segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % SEGMENT_BYTES_MIN:
+            raise UsageError(
+                f"segment_bytes is {segment_bytes}; it must be a multiple of {SEGMENT_BYTES_MIN}"
+            )
+        fds: dict[Path, int] = {}
+        try:
+            fds[folder / LOCK] = _lock(ops, folder)
+            identity = read_identity(ops, folder)
+            if identity is None:
+                identity = _create(ops, folder, segment_bytes, clock)
+            recovered = recover(ops, folder, identity, fds)
+            journal = cls(
+                folder,
+                identity,
+                recovered,
+                fds=fds,
+                segment_bytes=segment_bytes,
+                clock=clock,
+                ops=ops,
+            )
+            journal._start(recovered)
+        except OSError as fault:
+            _close_all(ops, fds)
+            raise _storage_failed(folder, fault, "opening") from fault
+        except BaseException:
+            _close_all(ops, fds)
+            raise
+        return journal
+
+    @property
+    def next_lsn(self) -> int:
+        """LSN of the next append."""
+        return self._written_lsn + len(self._group) + 1
+
+    @property
+    def durable_lsn(self) -> int:
+        """Everything up to here survives a crash."""
+        return self._durable_lsn
+
+    @property
+    def first_lsn(self) -> int:
+        """The oldest frame still held; next_lsn if none."""
+        return self._segments[0].first_lsn
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of frames in live segments, written or in the open group."""
+        return sum(segment.end for segment in self._segments) + self._group_bytes
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Disk space of the live segments and of the one in reserve; recycled files come on top."""
+        spare = self._segment_bytes if self._spare else 0
+        return sum(segment.size for segment in self._segments) + spare
+
+    def append(
+        self,
+        kind: int,
+        payload: Payload | list[Payload] | tuple[Payload, ...],
+        *,
+        rows: int,
+        time_us: int,
+        schema_id: int = 0,
+        essential: bool = False,
+    ) -> int:
+        """Put a frame into the open group and return its LSN; durable only once `commit` returned.
+
+        The buffers are kept, not copied: leave them alone until then. Raises StorageFailed with nothing
+        appended, and goes on working, when the disk has no room for the next segment. An `essential` frame (one that
+        frees space in the end) may use the half segment that is kept from the others.
+        """
+        self._require_working()
+        assert 0 < kind <= DATA_KIND_MAX, f"frame kind {kind} belongs to the journal itself"
+        several = payload if isinstance(payload, list | tuple) else [payload]
+        parts = tuple(memoryview(part).cast("B") for part in several)
+        crc, length = payload_crc(parts)
+        pending = _Pending(kind, schema_id, rows, time_us, length, crc, parts)
+        self._make_room(self._group_bytes + pending.frame_bytes, essential)
+        lsn = self.next_lsn
+        self._group.append(pending)
+        self._group_bytes += pending.frame_bytes
+        return lsn
+
+    def commit(self) -> int:
+        """Write the open group and return the durable LSN once `fdatasync` did. Any I/O error is
+        StorageFailed and the end of this journal object."""
+        self.write()
+        return self.sync()
+
+    def write(self) -> int:
+        """First half of `commit`: close the group with a COMMIT frame and hand it to the kernel. Returns
+        the last LSN written, which is not durable yet."""
+        self._require_working()
+        if self._group:
+            if not self._fits(self._group_bytes + CONTROL_FRAME_BYTES):
+                self._roll()
+            with self._failing_stops("writing a group"):
+                self._write_group()
+        return self._written_lsn
+
+    def sync(self) -> int:
+        """Second half of `commit`: make durable what was written before this call."""
+        with self._syncing:
+            self._require_working()
+            target = self._written_lsn
+            if target > self._durable_lsn:
+                with self._failing_stops("fdatasync"):
+                    self._ops.fdatasync(self._segments[-1].fd)
+                self._durable_lsn = target
+        return self._durable_lsn
+
+    def mark_durable(self) -> int:
+        """When idle: record durably that the last group is durable, so that damage to it is told from a
+        torn tail. Returns the LSN so recorded; does nothing while a group is open or nothing is new."""
+        self._require_working()
+        if not self._group and self._recorded_lsn < self.sync():
+            try:
+                self._mark(DURABLE)
+            except StorageFailed:
+                # a full disk refuses the new segment that this mark needs: it comes later
+                self._require_working()
+        return self._recorded_lsn
+
+    def replay(self, from_lsn: int = 1) -> Iterator[Frame]:
+        """Data frames in order, from `from_lsn` (or the first one held) to the last one written when the
+        iteration begins."""
+        self._require_working()
+        last = self._written_lsn
+        for segment in list(self._segments):
+            source = segment.source(self._ops)
+            start = max(from_lsn, segment.first_lsn)
+            for lsn in range(start, min(segment.last_lsn, last) + 1):
+                yield self._frame(segment, source, lsn)
+
+    def read(self, lsn: int) -> Frame:
+        """The frame `lsn`, by its place in the index. Raises UsageError if it is not held."""
+        self._require_working()
+        if not self.first_lsn <= lsn <= self._written_lsn:
+            raise UsageError(
+                f"LSN {lsn} is not in the journal, which holds {self.first_lsn}..{self._written_lsn}"
+            )
+        segment = self._segment_of(lsn)
+        return self._frame(segment, segment.source(self._ops), lsn)
+
+    def recycle_below(self, lsn: int) -> int:
+        """Give up the sealed segments that end below `lsn`; returns how many. The decision is durable
+        before a file may be used again."""
+        self._require_working()
+        over = [segment for segment in self._segments[:-1] if segment.last_lsn < lsn]
+        if not over:
+            return 0
+        if self._group:
+            raise UsageError("a group is open: commit it before recycling")
+        before = self._low_epoch
+        self._low_epoch = self._segments[len(over)].epoch
+        try:
+            self.sync()
+            self._mark(DURABLE)
+        except StorageFailed:
+            self._low_epoch = before
+            raise
+        del self._segments[: len(over)]
+        with self._failing_stops("recycling"):
+            for segment in over:
+                self._ops.close(self._fds.pop(segment.path))
+                self._give_up(segment.path, segment.size)
+        return len(over)
+
+    def close(self) -> None:
+        """Let go of files and lock. Idempotent. An uncommitted group is dropped: nobody was told it is kept."""
+        self._group, self._group_bytes = [], 0
+        try:
+            if not self._stopped:
+                self.mark_durable()
+        finally:
+            self._stopped = self._stopped or f"the journal {self.folder} is closed"
+            for segment in self._segments:
+                segment.mapped = None
+            _close_all(self._ops, self._fds)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self, recovered: Recovered) -> None:
+        """Finish what a crash interrupted, then write the OPENED frame at the cut: it changes the chain, so
+        that no frame left behind the cut can ever fit again."""
+        if recovered.unfinished_roll is not None:
+            self._seal(recovered.unfinished_roll, recovered.chain)
+        self._mark(OPENED)
+
+    def _frame(self, segment: Segment, source: Source, lsn: int) -> Frame:
+        offset = segment.offsets[lsn - segment.first_lsn]
+        found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt)
+        if found is None or found.header.lsn != lsn:
+            raise CorruptionFound(
+                f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
+                "the file from a copy"
+            )
+        header = found.header
+        return Frame(
+            header.lsn, header.kind, header.schema_id, header.rows, header.time_us, found.payload
+        )
+
+    def _segment_of(self, lsn: int) -> Segment:
+        low, high = 0, len(self._segments) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._segments[middle].first_lsn <= lsn:
+                low = middle
+            else:
+                high = middle - 1
+        return self._segments[low]
+
+    def _fits(self, size: int, segment: Segment | None = None) -> bool:
+        """Whether `size` bytes fit the active segment with room left for its SEAL."""
+        segment = segment or self._segments[-1]
+        return segment.end + size + CONTROL_FRAME_BYTES <= segment.size
+
+    def _make_room(self, group_bytes: int, essential: bool) -> None:
+        """See to it that a group of so many bytes can be written, if need be by preparing a segment now."""
+        size = group_bytes + CONTROL_FRAME_BYTES
+        most = self._segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
+        if size > most:
+            raise UsageError(
+                f"a commit group of {size} bytes does not fit a segment, which takes {most}: commit more "
+                "often or raise segment_bytes"
+            )
+        active = self._segments[-1]
+        in_first_half = active.end + size <= active.size // 2
+        if self._spare is None and not (self._fits(size) and (essential or in_first_half)):
+            self._spare = self._prepare()
+
+    def _prepare(self) -> _Spare:
+        """Allocate the next segment file: contents, size and name durable before first use."""
+        with self._failing_stops("preparing a segment"):
+            if self._free:
+                path = self._free.pop(0)
+                fd = self._fds[path] if path in self._fds else self._ops.open(path)
+            else:
+                path = self.folder / f"{self._next_number():08d}{SUFFIX}"
+                fd = self._ops.open(path, create=True)
+            self._fds[path] = fd
+        return self._allocate(path, fd)
+
+    def _allocate(self, path: Path, fd: int) -> _Spare:
+        try:
+            self._ops.fallocate(fd, self._segment_bytes)
+        except OSError as fault:
+            with self._failing_stops("preparing a segment"):
+                if fault.errno not in FULL:
+                    raise
+                self._ops.close(self._fds.pop(path))
+                self._ops.unlink(path)
+            raise _storage_failed(self.folder, fault, "preparing a segment") from fault
+        with self._failing_stops("preparing a segment"):
+            self._ops.fsync(fd)
+            self._ops.fsync_folder(self.folder)
+        return _Spare(path, fd)
+
+    def _next_number(self) -> int:
+        names = self._ops.names(self.folder)
+        return 1 + max((int(Path(name).stem) for name in names if name.endswith(SUFFIX)), default=0)
+
+    def _write_group(self) -> None:
+        segment = self._segments[-1]
+        first_lsn = self._written_lsn + 1
+        buffers: list[bytes | memoryview] = []
+        offset = segment.end
+        offsets: list[int] = []
+        for lsn, pending in enumerate(self._group, first_lsn):
+            header = pack_header(
+                kind=pending.kind,
+                epoch=segment.epoch,
+                lsn=lsn,
+                time_us=pending.time_us,
+                length=pending.length,
+                payload_crc=pending.crc,
+                salt=self._salt,
+                schema_id=pending.schema_id,
+                rows=pending.rows,
+            )
+            self._chain = extend_chain(self._chain, header)
+            buffers.append(header)
+            buffers.extend(pending.parts)
+            buffers.append(bytes(padded(pending.length) - pending.length))
+            offsets.append(offset)
+            offset += pending.frame_bytes
+        last_lsn = first_lsn + len(self._group) - 1
+        durable = self._durable_lsn
+        buffers += self._control(COMMIT, segment.epoch, last_lsn, durable, first_lsn=first_lsn)
+        segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
+        segment.offsets.extend(offsets)
+        self._written_lsn = last_lsn
+        self._recorded_lsn = max(self._recorded_lsn, durable)
+        self._group, self._group_bytes = [], 0
+
+    def _control(
+        self,
+        kind: int,
+        epoch: int,
+        last_lsn: int,
+        durable_lsn: int,
+        *,
+        first_lsn: int | None = None,
+    ) -> tuple[bytes, bytes]:
+        """A control frame for the current chain, which it extends where its kind takes part."""
+        control = Control(
+            first_lsn=last_lsn if first_lsn is None else first_lsn,
+            last_lsn=last_lsn,
+            durable_lsn=durable_lsn,
+            low_epoch=self._low_epoch,
+            chain=self._chain,
+            opens=self._opens,
+            journal_id=self._uuid,
+        )
+        header, payload = pack_control(
+            kind, control, epoch=epoch, time_us=self._clock.wall_us(), salt=self._salt
+        )
+        if kind not in (SEGMENT, SEAL):
+            self._chain = extend_chain(self._chain, header)
+        return header, payload
+
+    def _mark(self, kind: int) -> None:
+        """Write and sync a DURABLE or OPENED frame; where it does not fit, a roll says the same."""
+        if not self._fits(CONTROL_FRAME_BYTES):
+            if self._spare is None:
+                self._spare = self._prepare()
+            self._roll()
+            if kind == DURABLE:
+                return
+        segment = self._segments[-1]
+        with self._syncing, self._failing_stops("recording the durable mark"):
+            buffers = self._control(kind, segment.epoch, self._written_lsn, self._durable_lsn)
+            segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
+            self._ops.fdatasync(segment.fd)
+            self._recorded_lsn = self._durable_lsn
+
+    def _roll(self) -> None:
+        """New segment durable, then the old one sealed, then the new one used."""
+        assert self._spare is not None, "the room for a roll is made at append"
+        self.sync()
+        spare, self._spare = self._spare, None
+        old = self._segments[-1]
+        new = Segment(
+            path=spare.path,
+            fd=spare.fd,
+            size=self._segment_bytes,
+            epoch=old.epoch + 1,
+            first_lsn=self._written_lsn + 1,
+            end=FIRST_FRAME_OFFSET,
+        )
+        with self._syncing:
+            with self._failing_stops("starting a segment"):
+                buffers = self._control(SEGMENT, new.epoch, self._written_lsn, self._durable_lsn)
+                write_all(self._ops, new.fd, buffers, 0)
+                self._ops.fdatasync(new.fd)
+            self._seal(old, self._chain)
+            self._segments.append(new)
+            self._recorded_lsn = self._durable_lsn
+
+    def _seal(self, segment: Segment, chain: int) -> None:
+        assert chain == self._chain, "a segment is sealed before anything follows it"
+        with self._failing_stops("sealing a segment"):
+            buffers = self._control(SEAL, segment.epoch, segment.last_lsn, segment.last_lsn)
+            segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
+            self._ops.fdatasync(segment.fd)
+            segment.sealed = True
+
+    def _give_up(self, path: Path, size: int) -> None:
+        if size == self._segment_bytes:
+            self._free.append(path)
+        else:
+            self._ops.unlink(path)
+
+    def _require_working(self) -> None:
+        if self._stopped:
+            raise StorageFailed(self._stopped)
+
+    @contextmanager
+    def _failing_stops(self, doing: str) -> Iterator[None]:
+        """The first failed write or fsync is the last: no retry can tell what the device has."""
+        try:
+            yield
+        except OSError as fault:
+            stopped = _storage_failed(self.folder, fault, doing)
+            self._stopped = str(stopped)
+            raise stopped from fault
+
+
+def _lock(ops: FileOps, folder: Path) -> int:
+    ops.make_folder(folder)
+    try:
+        return ops.lock(folder / LOCK)
+    except BlockingIOError:
+        holder = ops.read_bytes(folder / LOCK).decode(errors="replace").strip() or "unknown"
+        raise AlreadyRunning(
+            f"a broker already runs on journal {folder} (pid {holder}): stop it with `fabric down`, or set "
+            "FABRIC_HOME to another folder"
+        ) from None
+
+
+def _create(ops: FileOps, folder: Path, segment_bytes: int, clock: Clock) -> Identity:
+    """First segment durable, then the identity: its rename is the moment the journal exists."""
+    for name in ops.names(folder):
+        if name.endswith(SUFFIX):
+            _remove_stillborn(ops, folder / name)
+    identity = Identity.draw()
+    fd = ops.open(folder / f"{1:08d}{SUFFIX}", create=True)
+    try:
+        ops.fallocate(fd, segment_bytes)
+        control = Control(0, 0, 0, 1, 0, 0, identity.uuid_bytes)
+        salt = salt_of(identity.uuid_bytes)
+        write_all(
+            ops, fd, pack_control(SEGMENT, control, epoch=1, time_us=clock.wall_us(), salt=salt), 0
+        )
+        ops.fsync(fd)
+    finally:
+        ops.close(fd)
+    ops.fsync_folder(folder)
+    write_identity(ops, folder, identity)
+    return identity
+
+
+def _remove_stillborn(ops: FileOps, path: Path) -> None:
+    """A crash during creation leaves a segment without content. One with content means a lost identity."""
+    fd = ops.open(path)
+    try:
+        if holds_frames(ops, fd):
+            raise CorruptionFound(
+                f"{path} holds frames but the journal's identity.json is missing: restore that file from a "
+                "copy, or move the segments away to start anew"
+            )
+    finally:
+        ops.close(fd)
+    ops.unlink(path)
+
+
+def _close_all(ops: FileOps, fds: dict[Path, int]) -> None:
+    while fds:
+        _, fd = fds.popitem()
+        ops.close(fd)
+
+
+def _storage_failed(folder: Path, fault: OSError, doing: str) -> StorageFailed:
+    if fault.errno in FULL:
+        return StorageFailed(
+            f"the disk of journal {folder} is full ({doing}): free some space and try again"
+        )
+    if fault.errno in READ_ONLY:
+        return StorageFailed(
+            f"journal {folder} cannot be written ({fault.strerror}): make the folder writable, or set "
+            "FABRIC_HOME to another one"
+        )
+    return StorageFailed(
+        f"journal {folder} stopped while {doing} ({fault.strerror or fault}): check the disk, then start the "
+        "broker again"
+    )

@@ -1,0 +1,327 @@
+"""Reading a journal back after any crash: what is whole, what may be cut, what is corrupt.
+
+One rule decides. Scanning in order stops at the first bytes that are not the next whole commit group. If
+anything readable behind that point records a durable LSN above the last whole group, acknowledged work
+is unreadable: CorruptionFound. If nothing does, no acknowledgement can have been recorded for it: cut, however
+valid some later frames may be, since unsynced pages reach the disk in any order. Repairs nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.journal.files import FileOps
+from fabric_pipelines.journal.frame import (
+    ALIGNMENT,
+    COMMIT,
+    CONTROL_KINDS,
+    DURABLE,
+    MAGIC,
+    OPENED,
+    SEAL,
+    SEGMENT,
+    Control,
+    extend_chain,
+    salt_of,
+)
+from fabric_pipelines.journal.identity import Identity
+from fabric_pipelines.journal.segment import (
+    FIRST_FRAME_OFFSET,
+    SUFFIX,
+    WINDOW_BYTES,
+    Found,
+    Segment,
+    Source,
+    Window,
+    frame_at,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """segments, frames: live ones read; last_lsn: last one kept; recorded_durable_lsn: the highest durable
+    LSN that the journal itself recorded; cut_frames: readable frames behind the last whole group, dropped;
+    opens: how often the journal was opened before."""
+
+    segments: int
+    frames: int
+    last_lsn: int
+    recorded_durable_lsn: int
+    cut_frames: int
+    opens: int
+
+
+@dataclass(slots=True)
+class Recovered:
+    segments: list[Segment]
+    free: list[Path]
+    chain: int
+    low_epoch: int
+    unfinished_roll: Segment | None
+    report: RecoveryReport
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one segment holds up to its last whole commit group. `end` is the offset behind it."""
+
+    last_lsn: int
+    chain: int
+    durable_lsn: int
+    low_epoch: int
+    opens: int
+    end: int = FIRST_FRAME_OFFSET
+    sealed: bool = False
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """Readable frames of this epoch behind `Scan.end`."""
+
+    frames: int
+    last_lsn: int
+    durable_lsn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    path: Path
+    fd: int
+    size: int
+    epoch: int
+    start: Control
+
+
+def recover(ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]) -> Recovered:
+    """Read every segment of `folder`. Opened descriptors are left in `fds`, whatever happens."""
+    candidates, free = _candidates(ops, folder, identity, fds)
+    if not candidates:
+        raise CorruptionFound(
+            f"journal {folder} has an identity but no readable segment: everything it held is missing; "
+            "restore the folder from a copy"
+        )
+    newest = candidates[max(candidates)]
+    salt = salt_of(identity.uuid_bytes)
+    tail = _scan(ops, newest, salt)
+    beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
+    _refuse_damaged_tail(newest, tail, beyond)
+    live = _live(folder, candidates, tail.low_epoch)
+    free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
+
+    scans = [_scan(ops, candidate, salt) for candidate in live[:-1]] + [tail]
+    untouched = tail.end == FIRST_FRAME_OFFSET and beyond.frames == 0
+    unfinished = _require_joined(live, scans, untouched)
+    segments = [
+        Segment(
+            path=candidate.path,
+            fd=candidate.fd,
+            size=candidate.size,
+            epoch=candidate.epoch,
+            first_lsn=candidate.start.last_lsn + 1,
+            end=scan.end,
+            offsets=scan.offsets,
+            sealed=scan.sealed,
+        )
+        for candidate, scan in zip(live, scans, strict=True)
+    ]
+    report = RecoveryReport(
+        segments=len(segments),
+        frames=sum(len(segment.offsets) for segment in segments),
+        last_lsn=tail.last_lsn,
+        recorded_durable_lsn=tail.durable_lsn,
+        cut_frames=beyond.frames,
+        opens=tail.opens,
+    )
+    return Recovered(
+        segments=segments,
+        free=free,
+        chain=tail.chain,
+        low_epoch=tail.low_epoch,
+        unfinished_roll=segments[-2] if unfinished else None,
+        report=report,
+    )
+
+
+def holds_frames(ops: FileOps, fd: int) -> bool:
+    """Whether a segment of unknown identity holds anything behind its SEGMENT frame."""
+    window = Window(ops, fd, ops.size(fd))
+    start = frame_at(window, 0, epoch=None, salt=0)
+    if start is None or start.control is None or start.header.kind != SEGMENT:
+        return False
+    salt = salt_of(start.control.journal_id)
+    return _beyond(window, FIRST_FRAME_OFFSET, start.header.epoch, salt).frames > 0
+
+
+def _candidates(
+    ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
+) -> tuple[dict[int, Candidate], list[Path]]:
+    candidates: dict[int, Candidate] = {}
+    free: list[Path] = []
+    for name in ops.names(folder):
+        if not name.endswith(SUFFIX):
+            continue
+        path = folder / name
+        fd = fds[path] = ops.open(path)
+        # What a killed process left in the page cache must be durable before it is believed, and what a
+        # failed fsync left there must not be seen at all.
+        ops.fdatasync(fd)
+        ops.forget_cache(fd)
+        size = ops.size(fd)
+        found = frame_at(Window(ops, fd, size), 0, epoch=None, salt=0)
+        if found is None or found.control is None or found.header.kind != SEGMENT:
+            free.append(path)
+            continue
+        if found.control.journal_id != identity.uuid_bytes:
+            raise CorruptionFound(
+                f"segment {path} belongs to journal {found.control.journal_id.hex()}, this one is "
+                f"{identity.journal_id}: move the file away"
+            )
+        epoch = found.header.epoch
+        if epoch in candidates:
+            raise CorruptionFound(
+                f"segments {candidates[epoch].path.name} and {name} in {folder} both claim epoch {epoch}: "
+                "move the copy away"
+            )
+        candidates[epoch] = Candidate(path, fd, size, epoch, found.control)
+    return candidates, free
+
+
+def _scan(ops: FileOps, candidate: Candidate, salt: int) -> Scan:
+    """Follow the frames of one segment, group by group, to the last whole one."""
+    window = Window(ops, candidate.fd, candidate.size)
+    start = candidate.start
+    scan = Scan(
+        last_lsn=start.last_lsn,
+        chain=start.chain,
+        durable_lsn=start.durable_lsn,
+        low_epoch=start.low_epoch,
+        opens=start.opens,
+    )
+    offset, chain = scan.end, scan.chain
+    group: list[int] = []
+    while not scan.sealed:
+        found = frame_at(window, offset, epoch=candidate.epoch, salt=salt)
+        if found is None:
+            break
+        if found.control is None:
+            if found.header.lsn != scan.last_lsn + len(group) + 1:
+                break
+            group.append(offset)
+        elif not _closes(found, scan, chain, len(group)):
+            break
+        offset += found.header.frame_bytes
+        if found.header.kind != SEAL:
+            chain = extend_chain(chain, found.raw_header)
+        if found.control is not None:
+            _accept(scan, found, found.control, chain, offset, group)
+            group = []
+    return scan
+
+
+def _closes(found: Found, scan: Scan, chain: int, group_frames: int) -> bool:
+    """Whether this control frame fits exactly here: chain, LSNs, and a group only in front of a COMMIT."""
+    control = found.control
+    assert control is not None
+    last_lsn = scan.last_lsn + group_frames
+    if control.chain != chain or control.last_lsn != last_lsn or found.header.lsn != last_lsn:
+        return False
+    if found.header.kind == COMMIT:
+        return group_frames > 0 and control.first_lsn == scan.last_lsn + 1
+    return found.header.kind in (DURABLE, SEAL, OPENED) and group_frames == 0
+
+
+def _accept(
+    scan: Scan, found: Found, control: Control, chain: int, end: int, group: list[int]
+) -> None:
+    scan.offsets.extend(group)
+    scan.last_lsn += len(group)
+    scan.chain, scan.end = chain, end
+    scan.durable_lsn = max(scan.durable_lsn, control.durable_lsn)
+    scan.low_epoch = max(scan.low_epoch, control.low_epoch)
+    scan.opens = max(scan.opens, control.opens)
+    scan.sealed = found.header.kind == SEAL
+
+
+def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
+    """Look at every 64-byte slot from `start` on for whole frames of `epoch`."""
+    frames = last_lsn = durable_lsn = 0
+    offset = start
+    while (offset := _next_magic(window, offset)) < window.size:
+        found = frame_at(window, offset, epoch=epoch, salt=salt)
+        if found is None:
+            offset += ALIGNMENT
+            continue
+        frames += 1
+        last_lsn = max(last_lsn, found.header.lsn)
+        if found.header.kind in CONTROL_KINDS and found.control is not None:
+            durable_lsn = max(durable_lsn, found.control.durable_lsn)
+        offset += found.header.frame_bytes
+    return Beyond(frames, last_lsn, durable_lsn)
+
+
+def _next_magic(source: Source, offset: int) -> int:
+    """First slot at or after `offset` that begins with the magic, or a number past the end."""
+    magic = int.from_bytes(MAGIC, "little")
+    while True:
+        span = source.at(offset, WINDOW_BYTES)
+        usable = len(span) // ALIGNMENT * ALIGNMENT
+        if not usable:
+            return offset + ALIGNMENT
+        slots = np.frombuffer(span[:usable], "<u4")[:: ALIGNMENT // 4]
+        hits = np.flatnonzero(slots == magic)
+        if len(hits):
+            return offset + int(hits[0]) * ALIGNMENT
+        offset += usable
+
+
+def _refuse_damaged_tail(newest: Candidate, tail: Scan, beyond: Beyond) -> None:
+    if beyond.durable_lsn > tail.last_lsn:
+        raise CorruptionFound(
+            f"segment {newest.path} is damaged at offset {tail.end}: LSN {tail.last_lsn + 1}.."
+            f"{beyond.durable_lsn} were acknowledged and cannot be read; restore the file from a copy"
+        )
+    if tail.sealed:
+        raise CorruptionFound(
+            f"segment {newest.path} is sealed but the one after it (epoch {newest.epoch + 1}, from LSN "
+            f"{tail.last_lsn + 1}) is missing or its first bytes are damaged; restore that file from a copy"
+        )
+
+
+def _live(folder: Path, candidates: dict[int, Candidate], low_epoch: int) -> list[Candidate]:
+    """Segments low_epoch..newest without a gap."""
+    live: list[Candidate] = []
+    for epoch in range(low_epoch, max(candidates) + 1):
+        if epoch not in candidates:
+            after = min(later for later in candidates if later > epoch)
+            first = live[-1].start.last_lsn + 1 if live else 1
+            raise CorruptionFound(
+                f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
+                f"between {first} and {candidates[after].start.last_lsn} cannot be read; restore that file "
+                "from a copy"
+            )
+        live.append(candidates[epoch])
+    return live
+
+
+def _require_joined(live: list[Candidate], scans: list[Scan], newest_untouched: bool) -> bool:
+    """Each segment must end where the next begins. Returns whether the last roll was cut short before its
+    SEAL, which only an untouched newest segment allows."""
+    for index, (candidate, scan) in enumerate(zip(live[:-1], scans[:-1], strict=True)):
+        following = live[index + 1].start
+        if scan.last_lsn != following.last_lsn or scan.chain != following.chain:
+            raise CorruptionFound(
+                f"segment {candidate.path} is damaged at offset {scan.end}: LSN {scan.last_lsn + 1}.."
+                f"{following.last_lsn} were acknowledged and cannot be read; restore the file from a copy"
+            )
+        if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
+            raise CorruptionFound(
+                f"segment {candidate.path} lost its SEAL frame at offset {scan.end} (LSN {scan.last_lsn}); "
+                "restore the file from a copy"
+            )
+    return len(live) > 1 and not scans[-2].sealed

@@ -1,0 +1,123 @@
+"""One segment file: where its frames lie and how they are read.
+
+Frames are read through a source: a window of preads over the segment still written to, a read-only mapping
+over a sealed one. A mapping of a file that is still written would turn a disk error into SIGBUS.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.journal.files import FileOps, read_exactly
+from fabric_pipelines.journal.frame import (
+    CONTROL,
+    CONTROL_FRAME_BYTES,
+    CONTROL_KINDS,
+    HEADER_BYTES,
+    Control,
+    Header,
+    crc32c,
+    unpack_header,
+)
+
+WINDOW_BYTES = 4 << 20
+SUFFIX = ".segment"
+
+
+class Source(Protocol):
+    def at(self, offset: int, length: int) -> memoryview:
+        """Up to `length` bytes at `offset`; fewer only at the end."""
+
+
+class Window:
+    """Preads a few MiB at a time into fresh aligned memory, so that views outlive the window."""
+
+    def __init__(self, ops: FileOps, fd: int, size: int) -> None:
+        self._ops, self._fd, self.size = ops, fd, size
+        self._start = 0
+        self._bytes = memoryview(b"")
+
+    def at(self, offset: int, length: int) -> memoryview:
+        length = max(0, min(length, self.size - offset))
+        inside = offset - self._start
+        if inside < 0 or inside + length > len(self._bytes):
+            span = min(max(length, WINDOW_BYTES), self.size - offset)
+            self._bytes = read_exactly(self._ops, self._fd, span, offset)
+            self._start, inside = offset, 0
+        return self._bytes[inside : inside + length]
+
+
+class Mapped:
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def at(self, offset: int, length: int) -> memoryview:
+        return self._view[offset : offset + length]
+
+
+@dataclass(slots=True)
+class Segment:
+    """`offsets[i]` is where data frame `first_lsn + i` begins; `end` is where the next frame goes."""
+
+    path: Path
+    fd: int
+    size: int
+    epoch: int
+    first_lsn: int
+    end: int
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    sealed: bool = False
+    mapped: Mapped | None = None
+
+    @property
+    def last_lsn(self) -> int:
+        return self.first_lsn + len(self.offsets) - 1
+
+    def source(self, ops: FileOps) -> Source:
+        if not self.sealed:
+            return Window(ops, self.fd, self.end)
+        if self.mapped is None:
+            if ops.size(self.fd) < self.end:
+                raise CorruptionFound(
+                    f"segment {self.path.name} was cut to {ops.size(self.fd)} bytes, its frames end at "
+                    f"{self.end}: LSN {self.first_lsn}..{self.last_lsn} are damaged; restore the file"
+                )
+            self.mapped = Mapped(ops.map(self.fd, self.end))
+        return self.mapped
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A whole frame: both CRCs hold and the epoch is the one asked for."""
+
+    header: Header
+    raw_header: bytes
+    payload: memoryview
+    control: Control | None
+
+
+def frame_at(source: Source, offset: int, *, epoch: int | None, salt: int) -> Found | None:
+    """The whole frame of `epoch` (None: any) at `offset`, or None."""
+    raw = source.at(offset, HEADER_BYTES)
+    header = unpack_header(raw, salt)
+    if header is None or (epoch is not None and header.epoch != epoch):
+        return None
+    body_bytes = header.frame_bytes - HEADER_BYTES
+    whole = source.at(offset, header.frame_bytes)
+    body = whole[HEADER_BYTES:]
+    if len(body) != body_bytes or crc32c(body) != header.payload_crc:
+        return None
+    payload = body[: header.length]
+    control = None
+    if header.kind in CONTROL_KINDS:
+        if header.length != CONTROL.size:
+            return None
+        control = Control.unpack(payload)
+    return Found(header, bytes(raw), payload, control)
+
+
+FIRST_FRAME_OFFSET = CONTROL_FRAME_BYTES

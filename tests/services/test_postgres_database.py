@@ -1,0 +1,91 @@
+"""Database: migrations, identity, journals, as a real server sees them."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from fabric_pipelines.dataplane.database import Database, translate
+from fabric_pipelines.errors import (
+    DatabaseUnavailable,
+    IncarnationMismatch,
+    SettingsError,
+    UsageError,
+    VersionRefused,
+)
+
+
+def test_migrating_twice_applies_everything_once(empty_database: Database) -> None:
+    assert empty_database.migrate()[0] == "fabric"
+    assert empty_database.migrate() == []
+
+
+def test_a_database_without_the_schema_says_what_to_do(empty_database: Database) -> None:
+    with pytest.raises(UsageError, match="fabric up"):
+        _ = empty_database.identity
+
+
+def test_identity_names_cluster_database_and_vector_type(database: Database) -> None:
+    identity = database.identity
+    assert int(identity.cluster_id) > 0
+    assert identity.vector_type == "halfvec"
+    assert len(identity.database_id) == 32
+
+
+def test_a_database_migrated_by_a_newer_program_is_refused(database: Database) -> None:
+    with database.session() as connection:
+        connection.execute("insert into fabric.migrations values (9999, 'future', 'x')")
+    with pytest.raises(VersionRefused, match="newer"):
+        database.migrate()
+
+
+def test_no_server_is_transient(tmp_path: object) -> None:
+    with pytest.raises(DatabaseUnavailable):
+        Database("postgresql://postgres@/fabric?host=/nonexistent-folder").connect()
+
+
+def test_a_database_that_does_not_exist_is_a_settings_error(database: Database) -> None:
+    head, _, tail = database.url.partition("?")
+    with pytest.raises(SettingsError):
+        Database(head + "_missing?" + tail).connect()
+
+
+def test_an_unreadable_url_is_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        Database("postgresql://[::1").connect()
+
+
+@pytest.mark.parametrize("state", ["57P01", "57P03", "40001", "53100", "08006"])
+def test_what_may_pass_is_transient(state: str) -> None:
+    assert isinstance(translate(psycopg.errors.lookup(state)("x"), "u"), DatabaseUnavailable)
+
+
+def test_the_first_journal_registers_and_is_known_from_then_on(database: Database) -> None:
+    assert database.register_incarnation("a" * 32, 7) is True
+    assert database.register_incarnation("a" * 32, 7, retired=5) is False
+
+
+def test_a_new_journal_on_a_database_with_results_is_refused(database: Database) -> None:
+    database.register_incarnation("a" * 32, 7)
+    with database.session() as connection:
+        connection.execute(
+            "insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size) "
+            "values ('generate', 1, 1, 1, 1, 0, 1)"
+        )
+    with pytest.raises(IncarnationMismatch, match="admit"):
+        database.register_incarnation("b" * 32, 8)
+    database.admit_journal("b" * 32, 8)
+    assert database.register_incarnation("b" * 32, 8) is False
+
+
+def test_an_old_journal_on_a_new_database_is_refused(database: Database) -> None:
+    with pytest.raises(IncarnationMismatch, match="already retired 3 tasks"):
+        database.register_incarnation("a" * 32, 7, retired=3)
+
+
+def test_a_journal_copied_under_another_incarnation_is_refused(database: Database) -> None:
+    database.register_incarnation("a" * 32, 7)
+    with pytest.raises(IncarnationMismatch, match="copied or edited"):
+        database.register_incarnation("a" * 32, 8)
+    with pytest.raises(IncarnationMismatch, match="copied or edited"):
+        database.register_incarnation("b" * 32, 7)
