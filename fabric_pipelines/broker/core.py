@@ -7,9 +7,8 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +40,7 @@ from fabric_pipelines.broker.facts import (
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
 from fabric_pipelines.broker.packing import guided, pack
 from fabric_pipelines.broker.prefix import shared_tokens
+from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.replies import (
     AttachReply,
     ComputedReply,
@@ -116,25 +116,6 @@ class Grant:
     leader: npt.NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class _Pulls:
-    """How far one completion session has pulled the queue of computed tasks."""
-
-    at: int = 0
-
-
-@dataclass(slots=True)
-class _ComputedQueue:
-    """Tasks in the order in which they were computed; positions only grow."""
-
-    first: int = 0
-    batches: deque[Sequences] = field(default_factory=deque)
-
-    def append(self, tasks: Sequences) -> None:
-        if len(tasks):
-            self.batches.append(tasks)
-
-
 class Core:
     def __init__(self, state: State, limits: Limits, *, now_s: float = 0.0) -> None:
         """Takes a state that facts have built; leases of an earlier life stay in doubt for one lease time."""
@@ -145,8 +126,7 @@ class Core:
         self.fault = ""
         self._grace_s = now_s + limits.lease_s
         self._queues: dict[str, LaneQueue] = {}
-        self._pulls: dict[str, _Pulls] = {}
-        self._computed = _ComputedQueue()
+        self._computed = ComputedQueue()
         self._fingerprints: dict[str, Fingerprinter] = {}
         self._stepping: set[int] = set()
         self._derive()
@@ -155,7 +135,9 @@ class Core:
         state = self.state
         self._absorb(Effects(runs=state.runs_of(state.in_state(READY))))
         waiting = state.in_state(COMPUTED)
-        done = np.where(state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting])
+        done = np.where(
+            state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
+        )
         self._computed.append(waiting[np.lexsort((state.index.done_row[waiting], done))])
         self._stepping.update(range(len(state.lanes)))
 
@@ -174,9 +156,9 @@ class Core:
     def _absorb(self, effects: Effects) -> None:
         queued = self.state.index.queued
         for at, keys, tasks in effects.runs:
-            fresh = ~queued[tasks]
-            if not fresh.all():  # claimed or late while in the order: its old place is still there
-                keys, tasks = keys[fresh], tasks[fresh]
+            new = ~queued[tasks]
+            if not new.all():  # claimed or late while in the order: its old place is still there
+                keys, tasks = keys[new], tasks[new]
             queued[tasks] = True
             self.state.lanes[at].order.add(keys, tasks)
             self._offer(self.state.lanes[at])
@@ -214,7 +196,15 @@ class Core:
         record = self.state.by_submission.get(header.submission_id)
         if record is None:
             return [SubmissionOpened(header)]
-        for name in ("fingerprint", "tasks", "tokens", "function", "engine", "tenant", "vocab_size"):
+        for name in (
+            "fingerprint",
+            "tasks",
+            "tokens",
+            "function",
+            "engine",
+            "tenant",
+            "vocab_size",
+        ):
             mine, theirs = getattr(record.header, name), getattr(header, name)
             if mine != theirs:
                 raise SubmissionConflict(
@@ -265,9 +255,7 @@ class Core:
         base = self.state.index.count
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
-        fact = Enqueued(
-            submission_id, len(record.batches), record.rows, base, rows, to_ipc(batch)
-        )
+        fact = Enqueued(submission_id, len(record.batches), record.rows, base, rows, to_ipc(batch))
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch]) -> list[Fact]:
@@ -330,9 +318,7 @@ class Core:
 
     # -- consumers
 
-    def attach(
-        self, session: Session, held: Sequence[int]
-    ) -> tuple[list[Fact], AttachReply]:
+    def attach(self, session: Session, held: Sequence[int]) -> tuple[list[Fact], AttachReply]:
         """The session says what it holds, and that is all it holds: ids in doubt or ready are claimed, leases
         it does not name come back."""
         name = session.name
@@ -415,7 +401,9 @@ class Core:
         index = self.state.index
         while True:
             seen = lane.order.peek(budget.sequences)
-            assert len(seen), f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
+            assert len(seen), (
+                f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
+            )
             at = np.flatnonzero(index.state[seen] == READY)
             tasks = seen[at]
             count = pack(
@@ -479,10 +467,13 @@ class Core:
     def computed(
         self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
     ) -> tuple[list[Fact], ComputedReply]:
-        """Takes the rows whose task is leased to this session (or in doubt with it), the first of a pair."""
+        """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
+        another session took over meanwhile."""
         statuses = pc.index_in(batch.column("status"), pa.array(STATUSES))
         if statuses.null_count:
-            raise SchemaError(f"completion batch has a status that is not one of {', '.join(STATUSES)}")
+            raise SchemaError(
+                f"completion batch has a status that is not one of {', '.join(STATUSES)}"
+            )
         tasks, known = self._sequences(batch.column("task_id").to_numpy())
         rows = np.flatnonzero(known)
         _, first = np.unique(tasks[rows], return_index=True)
@@ -490,9 +481,11 @@ class Core:
         once[first] = True
         index, mine = self.state.index, self.state.sessions.get(name, -2)
         states = index.state[tasks[rows]]
-        ours = (
-            ((states == LEASED) | (states == IN_DOUBT)) & (index.holder[tasks[rows]] == mine) & once
-        )
+        # A lease that ran out while its work went on is honoured as long as nobody else took the task:
+        # otherwise a batch that takes longer than a lease would be run again for ever.
+        open_ = (states == LEASED) | (states == IN_DOUBT)
+        finished = statuses.to_numpy()[rows] == STATUSES.index("ok")
+        ours = (open_ | ((states == READY) & finished)) & (index.holder[tasks[rows]] == mine) & once
         past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~once
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
@@ -540,7 +533,7 @@ class Core:
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
         self.sessions.pop(name, None)
-        self._pulls.pop(name, None)
+        self._computed.release(name)
         held = self._held_by(name)
         return [_returned(name, "session detached", held)] if len(held) else []
 
@@ -573,39 +566,10 @@ class Core:
 
     def pull(self, name: str, rows: int) -> Sequences:
         """Up to `rows` computed tasks, oldest first, that this session has not pulled yet."""
-        queue, pulls = self._computed, self._pulls.setdefault(name, _Pulls())
-        self._forget_settled()
-        pulls.at = max(pulls.at, queue.first)
-        parts: list[Sequences] = []
-        wanted = rows
-        at = pulls.at - queue.first
-        while wanted and at < len(queue.batches):
-            batch = queue.batches[at]
-            if len(batch) > wanted:  # cut in place, so that a position is always a whole batch
-                queue.batches[at] = batch[:wanted]
-                queue.batches.insert(at + 1, batch[wanted:])
-                self._shift_pulls(queue.first + at)
-                batch = queue.batches[at]
-            waiting = batch[self.state.index.state[batch] == COMPUTED]
-            parts.append(waiting)
-            wanted -= len(waiting)
-            at += 1
-            pulls.at = queue.first + at
-        return np.concatenate([NOTHING, *parts])
-
-    def _shift_pulls(self, cut: int) -> None:
-        for pulls in self._pulls.values():
-            if pulls.at > cut:
-                pulls.at += 1
-
-    def _forget_settled(self) -> None:
-        queue = self._computed
-        while queue.batches and not (self.state.index.state[queue.batches[0]] == COMPUTED).any():
-            queue.batches.popleft()
-            queue.first += 1
+        return self._computed.pull(name, rows, self.state.index.state)
 
     def release_pulled(self, name: str) -> None:
-        self._pulls.pop(name, None)
+        self._computed.release(name)
 
     def settle(
         self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool

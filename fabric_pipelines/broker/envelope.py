@@ -24,12 +24,12 @@ MAGIC = 0x46504631  # "FPF1"
 _LENGTHS = struct.Struct("<II")
 _LENGTHS_KEY = "#"
 
-Part = bytes | memoryview
+Part = bytes | bytearray | memoryview
 
 
 def as_part(values: npt.NDArray[Any]) -> memoryview:
     """The bytes of an array, without a copy where it is contiguous."""
-    return memoryview(np.ascontiguousarray(values)).cast("B")
+    return np.ascontiguousarray(values).data.cast("B")
 
 
 def pack(head: Mapping[str, Any], parts: Sequence[Part] = ()) -> list[Part]:

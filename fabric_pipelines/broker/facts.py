@@ -113,9 +113,7 @@ class Claimed:
     tasks: Sequences
 
     def encode(self) -> list[Part]:
-        return pack(
-            {"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)]
-        )
+        return pack({"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)])
 
 
 @dataclass(frozen=True, slots=True)

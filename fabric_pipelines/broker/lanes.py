@@ -148,9 +148,7 @@ class LaneQueue:
                 return
             self._turn.popleft()
 
-    def _first_that_fills(
-        self, heap: list[tuple[int, int, int, Lane]], budget: Budget
-    ) -> Lane:
+    def _first_that_fills(self, heap: list[tuple[int, int, int, Lane]], budget: Budget) -> Lane:
         """Among the first LOOKS_MAX lanes; an active lane that cannot fill a batch may yet be fed."""
         best = heap[0][3]
         aside = []

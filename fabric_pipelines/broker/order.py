@@ -105,7 +105,10 @@ class PrefixOrder:
         if not self._lap:
             return
         share = max(256, SLICE // len(self._lap))
-        ends = [(int(run.keys[min(run.at + share, len(run.keys)) - 1]), i) for i, run in enumerate(self._lap)]
+        ends = [
+            (int(run.keys[min(run.at + share, len(run.keys)) - 1]), i)
+            for i, run in enumerate(self._lap)
+        ]
         cut, chosen = min(ends)
         parts = []
         for i, run in enumerate(self._lap):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fabric_pipelines.ledger import Amount, Ledger
+
 PROTOCOL_VERSION = 1
 
 
@@ -75,8 +77,8 @@ class RenewReply:
 
 @dataclass(frozen=True, slots=True)
 class ComputedReply:
-    """accepted: taken as they are. duplicates: were computed, retired or dead before. late: leased to this
-    session no longer. unknown: not of this journal. Only accepted ones changed anything."""
+    """accepted: taken as they are. duplicates: were computed, retired or dead before. late: taken over by
+    another session meanwhile. unknown: not of this journal. Only accepted ones changed anything."""
 
     accepted: int
     duplicates: int
@@ -86,10 +88,10 @@ class ComputedReply:
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """lanes: list of {"lane", "step", "generation", **Ledger.as_json()}; total: Ledger.as_json()."""
+    """lanes: list of {"lane", "step", "generation", **Ledger.as_json()}."""
 
     lanes: list[dict[str, Any]]
-    total: dict[str, int]
+    total: Ledger
     counters: dict[str, int]
     journal: dict[str, Any]
     submissions: int
@@ -109,6 +111,11 @@ class VerifyReport:
 
 def as_json(reply: Any) -> dict[str, Any]:
     return asdict(reply)
+
+
+def broker_status(head: Mapping[str, Any]) -> BrokerStatus:
+    total = Ledger(**{name: Amount(**amount) for name, amount in head["total"].items()})
+    return BrokerStatus(**{**head, "total": total})
 
 
 def attach_reply(head: Mapping[str, Any]) -> AttachReply:

@@ -8,6 +8,7 @@ queue of computed tasks) need to know. A replay drops them and derives those str
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -198,9 +199,7 @@ class State:
         order = np.lexsort((keys, lanes))
         lanes, keys, tasks = lanes[order], keys[order], tasks[order]
         cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
-        return [
-            (int(lanes[a]), keys[a:b], tasks[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
+        return [(int(lanes[a]), keys[a:b], tasks[a:b]) for a, b in pairwise(cuts)]
 
     def _feed(self, record: SubmissionRecord, shape: int) -> int:
         """The lane of `shape` for this submission, opened (again) if need be."""
@@ -238,7 +237,7 @@ class State:
         again = fact.verdicts == Verdict.RETRY
         back, done = fact.tasks[again], fact.tasks[~again]
         self._end_lease(fact.tasks)
-        self._move(done, (LEASED, IN_DOUBT), COMPUTED, "COMPUTED")
+        self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
         self.index.verdict[done] = fact.verdicts[~again]
         self.index.done[done] = frame
         self.index.done_row[done] = np.flatnonzero(~again)
@@ -272,12 +271,16 @@ class State:
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
             piece = tasks[(leases == lease) & (lanes == lane)]
             middle = (len(piece) + 1) // 2 if halve else len(piece)
-            effects.pieces += [(lane, part) for part in (piece[:middle], piece[middle:]) if len(part)]
+            effects.pieces += [
+                (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)
+            ]
 
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
         self.index.lease[tasks] = -1
-        for lease_id, count in zip(*np.unique(leases[leases >= 0], return_counts=True), strict=True):
+        for lease_id, count in zip(
+            *np.unique(leases[leases >= 0], return_counts=True), strict=True
+        ):
             lease = self.leases[int(lease_id)]
             lease.open -= int(count)
             if not lease.open:
@@ -385,7 +388,9 @@ class State:
         found += _unequal_records(self.submissions, other.submissions)
         for lane, twin in zip(self.lanes, other.lanes, strict=False):
             if (lane.key, lane.generation, lane.step) != (twin.key, twin.generation, twin.step):
-                found.append(f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}")
+                found.append(
+                    f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}"
+                )
         for what in ("submission_tasks", "retired_tokens", "output_tokens", "engine_ready"):
             if not np.array_equal(getattr(self, what), getattr(other, what)):
                 found.append(f"{what} differ from those of the log")
