@@ -58,7 +58,7 @@ def run(receiver: Receiver) -> None:
             pause_s = receiver.step()
             if not pause_s and not ready:
                 ready = True
-                sys.stdout.write(f"ready: completion (process {os.getpid()})\n")
+                sys.stdout.write(f"completion ready, process {os.getpid()}\n")
                 sys.stdout.flush()
             resume_s = time.monotonic() + pause_s
             while not asked and (left_s := resume_s - time.monotonic()) > 0:

@@ -162,7 +162,7 @@ def test_the_server_dies_with_a_killed_parent_and_the_next_one_starts(home: Path
     wrapper = _wrapper(home)
     try:
         assert wrapper.stdout is not None
-        assert wrapper.stdout.readline().startswith("ready: postgres ")
+        assert wrapper.stdout.readline().startswith("postgres ready: ")
         pid = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         wrapper.kill()
         wrapper.wait()
@@ -178,7 +178,7 @@ def test_the_server_dies_with_a_killed_parent_and_the_next_one_starts(home: Path
 def test_sigterm_ends_the_foreground_process_cleanly(home: Path) -> None:
     wrapper = _wrapper(home)
     assert wrapper.stdout is not None
-    assert wrapper.stdout.readline().startswith("ready: postgres ")
+    assert wrapper.stdout.readline().startswith("postgres ready: ")
     wrapper.send_signal(signal.SIGTERM)
     _, err = wrapper.communicate(timeout=30)
     assert wrapper.returncode == 0, err
@@ -344,7 +344,7 @@ def test_an_ordinary_user_runs_it_as_itself(folder: Path) -> None:
     owner = (home / "postgres").stat().st_uid if (home / "postgres").exists() else None
     wrapper.terminate()
     _, err = wrapper.communicate(timeout=30)
-    assert line.startswith("ready: postgres "), err
+    assert line.startswith("postgres ready: "), err
     assert (owner, wrapper.returncode) == (65534, 0)
 
 
