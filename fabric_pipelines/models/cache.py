@@ -24,7 +24,8 @@ from typing import Any
 
 from fabric_pipelines.errors import DigestMismatch, ModelMissing, StorageFailed
 from fabric_pipelines.ids import digest
-from fabric_pipelines.models.catalogue import MODELS, ModelSpec, spec_of
+from fabric_pipelines.models import catalogue, recipes
+from fabric_pipelines.models.catalogue import ModelSpec, spec_of
 from fabric_pipelines.models.recipes import (
     CONTENTS,
     RECIPES,
@@ -108,10 +109,15 @@ def tokeniser(name: str, cache: Path) -> Tokeniser:
     return Tokeniser(located(name, cache).parts[TOKENISER])
 
 
+def part_mark(name: str, part: str) -> str:
+    """Digest of what a part is made from: source bytes, converter, runtime version."""
+    return recipes.part_mark(spec_of(name), part)
+
+
 def installed(cache: Path) -> list[Installed]:
     """Every folder in the cache with its size, by model and part."""
     rows = []
-    for name, spec in MODELS.items():
+    for name, spec in catalogue.MODELS.items():
         home = cache / name
         current = _current_folders(spec, cache)
         folders = sorted(home.iterdir()) if home.is_dir() else []
