@@ -33,6 +33,7 @@ class ScriptedRenew:
 class ScriptedDelivery:
     accepted: int
     duplicates: int
+    late: int
     unknown: int
 
 
@@ -140,24 +141,24 @@ class ScriptedBroker:
     def computed(self, batch: pa.RecordBatch) -> ScriptedDelivery:
         self._answer()
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
-        accepted = duplicates = unknown = 0
+        accepted = duplicates = late = unknown = 0
         for row in batch.to_pylist():
             task_id = row["task_id"]
             if task_id in self.computed_rows:
                 duplicates += 1
             elif task_id not in self._by_id:
                 unknown += 1
+            elif task_id not in self.leased:
+                late += 1
             else:
                 accepted += 1
                 self.computed_rows[task_id] = row
                 self.leased.discard(task_id)
-                if task_id in self.ready:  # expired, and finished all the same
-                    self.ready.remove(task_id)
         self.duplicates += duplicates
         if self.lose_answers > 0:
             self.lose_answers -= 1
             raise BrokerUnavailable("scripted broker died before it answered")
-        return ScriptedDelivery(accepted, duplicates, unknown)
+        return ScriptedDelivery(accepted, duplicates, late, unknown)
 
     def nack(self, task_ids: Sequence[int], *, reason: str) -> int:
         self._answer()

@@ -51,6 +51,8 @@ class Delivered(Protocol):
     @property
     def duplicates(self) -> int: ...
     @property
+    def late(self) -> int: ...
+    @property
     def unknown(self) -> int: ...
 
 
@@ -269,6 +271,7 @@ class WorkerLoop:
             self.outbox.confirm(spans, self._now())
             self.counts.sent += reply.accepted
             self.counts.duplicates += reply.duplicates
+            self.counts.late += reply.late
             self.counts.unknown += reply.unknown
 
     def _nack(self, tasks: Sequence[int], reason: str) -> None:
