@@ -256,7 +256,8 @@ def _broker_status(settings: Settings) -> dict[str, Any]:
     from fabric_pipelines.broker.client import BrokerClient
 
     with BrokerClient(settings.broker_endpoint, role="admin") as client:
-        answer: dict[str, Any] = _plain(client.status())
+        found = client.status()
+    answer: dict[str, Any] = {**_plain(found), "total": found.total.as_json()}
     return answer
 
 
@@ -372,9 +373,8 @@ def health(
     settings = _settings(ctx)
     database = Database.of(settings)
     with timed() as clock, shards.open_shard(database, settings.shards_dir, shard) as opened:
-        table = measure(
-            opened.vectors(), opened.indptr, opened.ids(), metric=opened.manifest.metric
-        )
+        metric: Any = opened.manifest.metric
+        table = measure(opened.vectors(), opened.indptr, opened.ids(), metric=metric)
         clusters = len(opened.indptr) - 1
     summary = [
         {"name": name, "value": _mean(reading.value), "known": int((reading.status == 0).sum())}

@@ -59,11 +59,13 @@ class ScriptedBroker:
     computed_rows: dict[int, dict[str, object]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     nacks: list[tuple[list[int], str]] = field(default_factory=list)
+    blamed: set[int] = field(default_factory=set)
     claims: list[list[int]] = field(default_factory=list)
     asked: list[dict[str, int | None]] = field(default_factory=list)
     renewals: int = 0
     duplicates: int = 0
     session_known: bool = False
+    hold_reason: str = ""
 
     def __post_init__(self) -> None:
         self._by_id = {task.task_id: task for task in self.tasks}
@@ -102,6 +104,7 @@ class ScriptedBroker:
     def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None:
         self._answer()
         self.asked.append({"sequences": sequences, "tokens": tokens, "kv_tokens": kv_tokens})
+        self.hold_reason = "at the high-water mark" if self.hold else ""
         if self.hold or not self.ready:
             return None
         picked = self._pick(sequences, tokens, kv_tokens)
@@ -160,13 +163,18 @@ class ScriptedBroker:
             raise BrokerUnavailable("scripted broker died before it answered")
         return ScriptedDelivery(accepted, duplicates, late, unknown)
 
-    def nack(self, task_ids: Sequence[int], *, reason: str) -> int:
+    def nack(self, task_ids: Sequence[int], *, reason: str, attempted: bool = False) -> int:
         self._answer()
         self.nacks.append((list(task_ids), reason))
+        self.blamed.update(task_ids if attempted else ())
         mine = [task for task in task_ids if task in self.leased]
         self.leased.difference_update(mine)
         self.ready = mine + self.ready
         return len(mine)
+
+    def detach(self) -> None:
+        self._answer()
+        self.session_known = False
 
     def _answer(self, *, session: bool = True) -> None:
         if self.away or (session and not self.session_known):

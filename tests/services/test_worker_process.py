@@ -78,7 +78,14 @@ class Stage:
         batches = [task_batch(prompts, max_new_tokens=4)]
         tasks, tokens, fingerprint = fingerprint_of(batches)
         header = Submission(
-            digest(name), "generate", ENGINE, {"kind": "generate"}, 49_152, tasks, tokens, fingerprint
+            digest(name),
+            "generate",
+            ENGINE,
+            {"kind": "generate"},
+            49_152,
+            tasks,
+            tokens,
+            fingerprint,
         )
         with self.client("producer") as client:
             client.submit(header, batches)
@@ -86,7 +93,7 @@ class Stage:
 
     def total(self) -> dict[str, int]:
         with self.client("admin") as client:
-            total: dict[str, int] = client.status().total
+            total = client.status().total.as_json()
         assert total["balance_tasks"] == total["balance_tokens"] == 0
         assert total["balance_fingerprint"] == 0
         return total
@@ -217,6 +224,7 @@ def test_at_the_high_water_mark_workers_hold_until_results_have_landed() -> None
         on.submit(PROMPTS)
         worker = on.start_worker(script={"step_s": 0.01}, profile=[4, 16, 64, 16])
         on.reached("computed", 20)
+        eventually(lambda: on.total()["leased"] == 0, within_s=20, what="the worker holds")
         with on.client("completion") as client:
             landed: dict[int, list[int]] = {}
 

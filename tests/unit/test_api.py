@@ -196,7 +196,7 @@ def test_results_are_written_in_four_formats_and_read_back_equal(tmp_path: Path)
     }
     assert all(size == (tmp_path / f"out{name}").stat().st_size for name, size in sizes.items())
     assert pq.read_table(tmp_path / "out.parquet").equals(table)
-    assert pl.read_ipc(tmp_path / "out.arrow", memory_map=False)["task_id"].to_list() == [1, 2]
+    assert pl.read_ipc(tmp_path / "out.arrow")["task_id"].to_list() == [1, 2]
     assert (tmp_path / "out.csv").read_text().splitlines()[1] == '1,"[5, 6]","00ff"'
     first = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert first == {"task_id": 1, "output": [5, 6], "metadata": "00ff"}
