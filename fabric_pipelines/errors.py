@@ -3,14 +3,17 @@
     FabricError
     ├── TransientError          may be retried: the world was busy, gone or full for now
     │   ├── BrokerUnavailable       no broker answers at the endpoint
+    │   │   └── NotAttached             it answers but does not know this session: attach again
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
-    │   └── EngineBusy              the engine takes no more work right now
+    │   ├── EngineBusy              the engine takes no more work right now
+    │   └── SourceUnreachable       a model's source (index, repository, path) did not deliver
     └── TerminalError           a retry changes nothing
         ├── UsageError              the caller's input is wrong
         │   ├── SettingsError           a setting is missing, unknown or unreadable
         │   ├── SchemaError             an Arrow batch is not what its schema module says
-        │   └── SubmissionConflict      same submission id, other content
+        │   ├── SubmissionConflict      same submission id, other content
+        │   └── ModelMissing            the model is not in the cache; names the pull command
         ├── Refused                 a fail-closed rule said no (exit code 4)
         │   ├── AlreadyRunning          a second supervisor, broker or worker on the same thing
         │   ├── IncarnationMismatch     journal and database do not know each other
@@ -51,6 +54,10 @@ class BrokerUnavailable(TransientError):
     pass
 
 
+class NotAttached(BrokerUnavailable):
+    """The broker restarted, or gave this session up; `attach` with the ids still held goes on."""
+
+
 class DatabaseUnavailable(TransientError):
     pass
 
@@ -64,6 +71,10 @@ class Backpressure(TransientError):
 
 
 class EngineBusy(TransientError):
+    pass
+
+
+class SourceUnreachable(TransientError):
     pass
 
 
@@ -84,6 +95,10 @@ class SchemaError(UsageError):
 
 
 class SubmissionConflict(UsageError):
+    pass
+
+
+class ModelMissing(UsageError):
     pass
 
 

@@ -1,0 +1,80 @@
+"""One device runs one engine: an exclusive flock per device, refused with the holder's pid.
+
+The kernel drops a flock with its process, so a killed worker never leaves a device locked. A CUDA device is
+locked for the whole machine, since every home shares the card; a "cpu:N" slot only within its home.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from fabric_pipelines.errors import AlreadyRunning, StorageFailed, UsageError
+
+DEVICE_NAME = re.compile(r"(cpu|cuda):(\d+)")
+
+
+def device_kind(device: str) -> str:
+    """ "cpu" or "cuda"; UsageError for a name that is neither cpu:N nor cuda:N."""
+    match = DEVICE_NAME.fullmatch(device)
+    if match is None:
+        raise UsageError(f"device {device!r} is not a device name; use cpu:0, cpu:1, cuda:0, ...")
+    return match.group(1)
+
+
+def lock_path(device: str, runtime_dir: Path) -> Path:
+    name = f"device-{device.replace(':', '-')}.lock"
+    if device_kind(device) == "cuda":
+        return Path(tempfile.gettempdir()) / f"fabric-{name}"
+    return runtime_dir / name
+
+
+class DeviceLock:
+    """`with DeviceLock("cuda:0", engine, runtime_dir): ...`; AlreadyRunning names device, engine and pid."""
+
+    def __init__(self, device: str, engine: str, runtime_dir: Path) -> None:
+        self._device = device
+        self._engine = engine
+        self._path = lock_path(device, runtime_dir)
+        self._fd = -1
+
+    def __enter__(self) -> DeviceLock:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # O_NOFOLLOW: the machine-wide lock lies in a folder that others may write to.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._path, flags, 0o644)
+        except OSError as fault:
+            raise StorageFailed(
+                f"the lock of device {self._device} cannot be opened at {self._path}: {fault.strerror}"
+            ) from fault
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 256, 0).decode(errors="replace").strip()
+            self._close()
+            raise AlreadyRunning(
+                f"device {self._device} already runs an engine ({holder or 'holder starting'}): "
+                "one device runs one engine, so stop that worker first or use another device"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{self._engine}, pid {os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The file stays: unlinking a flocked path lets two holders lock two inodes of one name.
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

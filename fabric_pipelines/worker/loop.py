@@ -1,0 +1,450 @@
+"""The pull loop: lease, run, report, until told to stop. Start full, end clean.
+
+Work is pulled ahead of need (`window_tokens` beside what runs), refilled per finished task for an engine with
+in-flight batching and per step otherwise. A result stays in the outbox until the broker has journaled it,
+through any number of broker restarts; a reattach claims every id that is still in hand, so that what runs on
+the device is never run again. The loop knows nothing of an engine beyond the door, nor of a broker beyond
+`Source`; it decides no policy: the ladder names the rung, here it is obeyed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import Backpressure, EngineBusy, EngineFailed, TransientError
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
+from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.outbox import Outbox
+from fabric_pipelines.worker.supply import Supply
+from fabric_pipelines.worker.throughput import Throughput
+
+LOG = logging.getLogger("fabric.worker")
+LEASES_PER_REFILL_MAX = 16  # a bound on the loop; one step of any engine outlasts so many
+
+
+class Attached(Protocol):
+    """held: ids of the claim that are ours (a field of the broker's AttachReply)."""
+
+    @property
+    def held(self) -> Collection[int]: ...
+
+
+class Renewed(Protocol):
+    @property
+    def hold(self) -> bool: ...
+    @property
+    def retry_after_s(self) -> float: ...
+
+
+class Delivered(Protocol):
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def duplicates(self) -> int: ...
+    @property
+    def unknown(self) -> int: ...
+
+
+class Source(Protocol):
+    """What the loop asks of a broker: broker.client.BrokerClient in production."""
+
+    def attach(
+        self,
+        *,
+        engine: str,
+        engine_fingerprint: str,
+        device: str,
+        profile: Profile,
+        held: Sequence[int] = (),
+    ) -> Attached: ...
+    def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None: ...
+    def renew(self) -> Renewed: ...
+    def computed(self, batch: pa.RecordBatch) -> Delivered: ...
+    def nack(self, task_ids: Sequence[int], *, reason: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
+    at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
+    a broker that is away; with `until_idle` the loop ends once nothing is ready."""
+
+    heartbeat_s: float = 5.0
+    coalesce_s: float = 0.05
+    coalesce_tasks: int = 256
+    poll_s: float = 0.1
+    ask_again_s: float = 0.05
+    ask_again_max_s: float = 1.0
+    retry_s: float = 0.1
+    retry_max_s: float = 5.0
+    drain_s: float = 60.0
+    report_s: float = 30.0
+    until_idle: bool = False
+
+
+class WorkerLoop:
+    """One engine, one device, one session. `run` returns the counters; EngineFailed leaves it after the
+    unfinished work was nacked and the finished work sent. `request_stop` is safe in a signal handler."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: Source,
+        *,
+        device: str,
+        wait: Callable[[float], object],
+        pace: Pace | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        outbox: Outbox | None = None,
+        ladder: Ladder | None = None,
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._device = device
+        self._wait = wait
+        self._pace = pace or Pace()
+        self._now = clock.monotonic_s
+        self.outbox = outbox or Outbox()
+        self.ladder = ladder or Ladder()
+        self.supply = Supply()
+        self.counts = Throughput()
+        self._attached = False
+        self._stopping = False
+        self._hold = False
+        self._lane: str | None = None
+        self._last_step_s = self._started_s = self._report_s = self._now()
+        self._empty_since_s: float | None = self._started_s
+        self._stop_s: float | None = None
+        self._busy_since_s: float | None = None
+        self._ask_s = self._renew_s = self._retry_s = 0.0
+        self._ask_delay = self._pace.ask_again_s
+        self._retry_delay = self._pace.retry_s
+        self._source_is_dry = False
+
+    @property
+    def last_step_s(self) -> float:
+        """When the loop last came round, for the pulse that renews leases while a step computes."""
+        return self._last_step_s
+
+    @property
+    def attached(self) -> bool:
+        return self._attached
+
+    def request_stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> Throughput:
+        try:
+            while not self._finished():
+                self.step()
+        except EngineFailed:
+            self._give_up("engine failed")
+            raise
+        finally:
+            self._deliver()
+            self.counts.undelivered = self.outbox.tasks
+            self.counts.seconds = self._now() - self._started_s
+        return self.counts
+
+    def report(self) -> dict[str, Any]:
+        return self.counts.as_json(self._engine.stats, self.ladder.climbed)
+
+    def step(self) -> None:
+        """One turn: see where we stand, refill, compute or wait, send."""
+        now = self._last_step_s = self._now()
+        if not self._attached:
+            self._attach(now)
+        rung = self.ladder.observe(self._signals(now), now)
+        if self._attached:
+            self._renew(now)
+        if rung >= Rung.NACK_UNSTARTED:
+            self._nack_unstarted(rung.name.lower())
+        if self._attached and rung < Rung.HOLD:
+            self._refill(rung)
+        self._feed()
+        self._compute()
+        if self._send_is_due():
+            self._deliver()
+        self._report()
+
+    # ---- where we stand
+
+    def _finished(self) -> bool:
+        if self._stopping:
+            self._stop_s = self._stop_s if self._stop_s is not None else self._now()
+            drained = not len(self.supply) and not self.outbox.tasks
+            gave_up = not self.supply.inside and self._now() - self._stop_s > self._pace.drain_s
+            return drained or gave_up
+        idle = self._source_is_dry and not len(self.supply) and not self.outbox.tasks
+        return self._pace.until_idle and idle
+
+    def _signals(self, now: float) -> Signals:
+        busy = 0.0 if self._busy_since_s is None else max(now - self._busy_since_s, 0.001)
+        return Signals(
+            outbox_share=self.outbox.share,
+            engine_busy_s=busy,
+            broker_hold=self._hold,
+            broker_away=not self._attached,
+            stopping=self._stopping,
+        )
+
+    # ---- broker, and what happens while it is away
+
+    def _attach(self, now: float) -> None:
+        if now < self._retry_s:
+            return
+        held = [*self.supply.task_ids(), *self.outbox.task_ids()]
+        try:
+            reply = self._source.attach(
+                engine=self._engine.name,
+                engine_fingerprint=self._engine.fingerprint,
+                device=self._device,
+                profile=self._engine.profile,
+                held=held,
+            )
+        except TransientError as fault:
+            self._lost(fault, now)
+            return
+        self._attached, self._hold = True, False
+        self._retry_delay = self._pace.retry_s
+        self._renew_s = now + self._pace.heartbeat_s
+        if held:
+            self.counts.reattached += 1
+            self.counts.expired += self.supply.keep(set(reply.held))
+        self._deliver()
+
+    def _lost(self, fault: TransientError, now: float) -> None:
+        """No answer: keep everything, come back at once (it may have restarted unnoticed), then with a delay
+        that doubles up to its bound."""
+        if self._attached:
+            LOG.warning("broker away, %d results kept: %s", self.outbox.tasks, fault)
+            self._attached = False
+            self._retry_s = now
+            return
+        self._retry_s = now + self._retry_delay
+        self._retry_delay = min(2 * self._retry_delay, self._pace.retry_max_s)
+
+    def _renew(self, now: float) -> None:
+        if now < self._renew_s:
+            return
+        try:
+            reply = self._source.renew()
+        except TransientError as fault:
+            self._lost(fault, now)
+            return
+        self._hold = reply.hold
+        pause = (
+            max(reply.retry_after_s, self._pace.poll_s) if reply.hold else self._pace.heartbeat_s
+        )
+        self._renew_s = now + min(pause, self._pace.heartbeat_s)
+
+    def _send_is_due(self) -> bool:
+        if not self._attached or self.outbox.oldest_s is None:
+            return False
+        return (
+            self.outbox.tasks >= self._pace.coalesce_tasks
+            or not self.supply.inside
+            or self._now() - self.outbox.oldest_s >= self._pace.coalesce_s
+        )
+
+    def _deliver(self) -> None:
+        """Send until empty or the broker goes away."""
+        while self.outbox.tasks and self._attached:
+            batch, spans = self.outbox.head()
+            try:
+                reply = self._source.computed(batch)
+            except TransientError as fault:
+                self.counts.resends += 1
+                self._lost(fault, self._now())
+                return
+            self.outbox.confirm(spans, self._now())
+            self.counts.sent += reply.accepted
+            self.counts.duplicates += reply.duplicates
+            self.counts.unknown += reply.unknown
+
+    def _nack(self, tasks: Sequence[int], reason: str) -> None:
+        if not tasks:
+            return
+        if self._attached:
+            try:
+                self._source.nack(tasks, reason=reason)
+                self.counts.nacked += len(tasks)
+                return
+            except TransientError as fault:
+                self._lost(fault, self._now())
+        # Nobody to tell: the leases run out, or the next attach does not claim these ids.
+        self.counts.expired += len(tasks)
+
+    def _nack_unstarted(self, reason: str) -> None:
+        tasks = self.supply.drop_waiting()
+        self._busy_since_s = None  # nothing is offered any more; coming down the ladder tries again
+        if self.supply.inside:
+            withdrawn = self._engine.withdraw_unstarted()
+            self.supply.finish(withdrawn)
+            tasks += withdrawn
+        self._nack(tasks, reason)
+
+    def _give_up(self, reason: str) -> None:
+        """The engine is beyond use: what it finished is delivered, if the broker comes back in time; all else
+        goes back."""
+        until_s = self._now() + self._pace.drain_s
+        while not self._attached and self._now() < until_s:
+            self._attach(self._now())
+            self._wait(0.0 if self._attached else max(self._retry_s - self._now(), 0.001))
+        self._deliver()
+        tasks = self.supply.task_ids()
+        self.supply.drop_waiting()
+        self.supply.finish([task for task in tasks if self.supply.is_inside(task)])
+        self._nack(tasks, reason)
+
+    # ---- supply
+
+    def _refill(self, rung: Rung) -> None:
+        if self._now() < self._ask_s:
+            return
+        for _ in range(LEASES_PER_REFILL_MAX):
+            room = self._room(rung)
+            if room is None:
+                return
+            try:
+                lease = self._source.lease(
+                    sequences=room.sequences, tokens=room.tokens, kv_tokens=room.kv_tokens
+                )
+            except Backpressure as fault:
+                self._hold, self._renew_s = True, self._now() + fault.retry_after_s
+                return
+            except TransientError as fault:
+                self._lost(fault, self._now())
+                return
+            if lease is None:
+                self._source_is_dry = True
+                self._ask_s = self._now() + self._ask_delay
+                self._ask_delay = min(2 * self._ask_delay, self._pace.ask_again_max_s)
+                return
+            self._source_is_dry = False
+            self._ask_delay = self._pace.ask_again_s
+            if not self._admit(lease, rung):
+                return
+
+    def _admit(self, lease: Lease, rung: Rung) -> bool:
+        if rung >= Rung.NO_NEW_LANE and self._lane not in (None, lease.lane) and len(self.supply):
+            self._nack(lease.tasks.column("task_id").to_pylist(), "no new lane under pressure")
+            self._ask_s = self._now() + self._pace.ask_again_max_s
+            return False
+        self.counts.leases += 1
+        finished = frozenset(self.outbox.task_ids()) if self.outbox.tasks else frozenset()
+        self.supply.take(lease, finished=finished)
+        return True
+
+    def _room(self, rung: Rung) -> Budget | None:
+        """What to ask for next, None when enough is in hand."""
+        profile = self._engine.profile
+        window = profile.window_tokens if rung < Rung.PREFETCH_OFF else 0
+        if self._engine.capabilities.continuous:
+            return self._room_in_flight(profile, window)
+        appetite = max(profile.max_num_tokens - self.supply.inside_tokens, 0)
+        if self.supply.waiting_tokens >= window + appetite:
+            return None
+        kv = profile.kv_cache_tokens
+        return Budget(profile.max_batch_size, profile.max_num_tokens, kv if kv else None)
+
+    def _room_in_flight(self, profile: Profile, window: int) -> Budget | None:
+        """Per finished task: the room is what running and window hold together, less what is in hand. The
+        broker always gives one task, so asking for less than a usual one would overshoot each time."""
+        if profile.kv_cache_tokens:
+            room = profile.kv_cache_tokens + window - self.supply.kv_tokens
+            usual = self.supply.kv_tokens // max(len(self.supply), 1)
+        else:
+            room = profile.max_num_tokens + window - self.supply.tokens
+            usual = self.supply.tokens // max(len(self.supply), 1)
+        starved = len(self.supply) < profile.max_batch_size
+        if room < max(usual, 1) or (window == 0 and not starved):
+            return None
+        sequences = profile.max_batch_size if window else profile.max_batch_size - len(self.supply)
+        return Budget(sequences, room, room if profile.kv_cache_tokens else None)
+
+    def _feed(self) -> None:
+        while (lease := self.supply.next_lease()) is not None and self._engine_is_hungry():
+            try:
+                self._engine.submit(lease)
+            except EngineBusy:
+                if self._busy_since_s is None:
+                    self._busy_since_s = self._now()
+                return
+            self._busy_since_s = None
+            self.supply.fed()
+            self._close_gap()
+            if self._lane not in (None, lease.lane):
+                self.counts.lane_switches += 1
+            self._lane = lease.lane
+
+    def _engine_is_hungry(self) -> bool:
+        """In-flight engines keep half a batch queued inside (their scheduler needs choice); the others at
+        most one batch behind the one that runs, so that a drain has little to take back."""
+        profile = self._engine.profile
+        if self._engine.capabilities.continuous:
+            return self.supply.inside < profile.max_batch_size + (profile.max_batch_size + 1) // 2
+        return self.supply.inside_tokens < profile.max_num_tokens
+
+    # ---- engine
+
+    def _compute(self) -> None:
+        if not self.supply.inside:
+            self._wait(self._pause())
+            return
+        for batch in self._engine.poll(self._pace.poll_s):
+            self._collect(batch)
+        if not self.supply.inside:
+            self._empty_since_s = self._now()
+
+    def _pause(self) -> float:
+        """Nothing runs: until the next thing is due."""
+        if self.supply.waiting:  # the engine is busy with nothing of ours
+            return self._pace.poll_s
+        if not self._attached:
+            due = self._retry_s
+        elif self.ladder.rung >= Rung.HOLD:
+            due = self._renew_s
+        else:
+            due = min(self._ask_s, self._renew_s)
+        return min(max(due - self._now(), 0.001), self._pace.ask_again_max_s)
+
+    def _collect(self, batch: pa.RecordBatch) -> None:
+        tasks: list[int] = batch.column("task_id").to_pylist()
+        stray = [task for task in tasks if not self.supply.is_inside(task)]
+        if stray or len(set(tasks)) != len(tasks):
+            raise EngineFailed(
+                f"engine {self._engine.name} returned task {(stray or tasks)[0]}, which it does not "
+                "hold or has returned before: its results cannot be trusted"
+            )
+        self.supply.finish(tasks)
+        self.outbox.put(batch, self._now())
+        for status in batch.column("status").to_pylist():
+            if status == "ok":
+                self.counts.ok += 1
+            elif status == "refused":
+                self.counts.refused += 1
+            else:
+                self.counts.failed += 1
+
+    def _close_gap(self) -> None:
+        if self._empty_since_s is not None:
+            self.counts.idle_gaps += 1
+            self.counts.idle_s += self._now() - self._empty_since_s
+            self._empty_since_s = None
+
+    def _report(self) -> None:
+        now = self._now()
+        self.counts.seconds = now - self._started_s
+        if now - self._report_s >= self._pace.report_s:
+            self._report_s = now
+            LOG.info("%s", self.counts.as_line(self._engine.stats, self.ladder.rung.name.lower()))
