@@ -1,0 +1,16 @@
+"""Postgres: the one that settings name, or the embedded one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fabric_pipelines.dataplane import database_url
+from fabric_pipelines.dataplane.database import Database
+from resources.fabric import FabricResource
+
+
+class DatabaseResource(FabricResource):
+    @contextmanager
+    def open(self) -> Iterator[Database]:
+        yield Database(database_url(self.settings()))
