@@ -5,12 +5,14 @@
     │   ├── BrokerUnavailable       no broker answers at the endpoint
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
-    │   └── EngineBusy              the engine takes no more work right now
+    │   ├── EngineBusy              the engine takes no more work right now
+    │   └── SourceUnreachable       a model's source (index, repository, path) did not deliver
     └── TerminalError           a retry changes nothing
         ├── UsageError              the caller's input is wrong
         │   ├── SettingsError           a setting is missing, unknown or unreadable
         │   ├── SchemaError             an Arrow batch is not what its schema module says
-        │   └── SubmissionConflict      same submission id, other content
+        │   ├── SubmissionConflict      same submission id, other content
+        │   └── ModelMissing            the model is not in the cache; names the pull command
         ├── Refused                 a fail-closed rule said no (exit code 4)
         │   ├── AlreadyRunning          a second supervisor, broker or worker on the same thing
         │   ├── IncarnationMismatch     journal and database do not know each other
@@ -67,6 +69,10 @@ class EngineBusy(TransientError):
     pass
 
 
+class SourceUnreachable(TransientError):
+    pass
+
+
 class TerminalError(FabricError):
     """A retry changes nothing."""
 
@@ -84,6 +90,10 @@ class SchemaError(UsageError):
 
 
 class SubmissionConflict(UsageError):
+    pass
+
+
+class ModelMissing(UsageError):
     pass
 
 

@@ -1,0 +1,242 @@
+"""The model cache: pull once, convert once, then open offline for ever.
+
+    <cache>/<model>/sources-<digest>/   verified files as they came, so that a new runtime converts offline
+    <cache>/<model>/<part>-<digest>/    a conversion, published by rename; present means complete
+    <cache>/<model>/.lock               one pull at a time
+    <cache>/<model>/.building-*         work in progress; found under the lock, it is dead and goes
+
+A folder's name is the digest of what made it, so nothing here is ever changed in place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_pipelines.errors import DigestMismatch, ModelMissing, StorageFailed
+from fabric_pipelines.ids import digest
+from fabric_pipelines.models.catalogue import MODELS, ModelSpec, spec_of
+from fabric_pipelines.models.recipes import (
+    CONTENTS,
+    RECIPES,
+    TOKENISER,
+    Recipe,
+    write_part,
+)
+from fabric_pipelines.models.sources import acquire, sha256_file
+from fabric_pipelines.models.tokenisation import Tokeniser
+from fabric_pipelines.telemetry import ProgressBoard
+
+LOCK_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a pulled model lies: `parts` maps "tokeniser" and each variant to its folder."""
+
+    spec: ModelSpec
+    sources: Path
+    parts: Mapping[str, Path]
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, sources included."""
+        return sum(_folder_size(path) for path in (self.sources, *self.parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """One folder of the cache. current: it is what the installed runtimes would open."""
+
+    model: str
+    part: str
+    folder: Path
+    size: int
+    current: bool
+
+
+def pull(
+    name: str,
+    cache: Path,
+    *,
+    source: str | None = None,
+    progress: ProgressBoard | None = None,
+) -> ModelFiles:
+    """Make `name` ready to open. Does nothing, offline too, when it is ready. Raises DigestMismatch,
+    SourceUnreachable, MissingDependency or StorageFailed; what is in the cache stays whole in any case."""
+    spec = spec_of(name)
+    files = _layout(spec, cache)
+    if _complete(files):
+        return files
+    board = progress or ProgressBoard(quiet=True)
+    try:
+        with _locked(cache / name, board):
+            _clear_dead_builds(cache / name)
+            _ensure_sources(files, source, board)
+            for recipe in RECIPES[spec.architecture]:
+                _ensure_part(recipe, files, board)
+    except OSError as fault:
+        raise StorageFailed(f"the model cache {cache} cannot be written ({fault})") from fault
+    return files
+
+
+def located(name: str, cache: Path) -> ModelFiles:
+    """The files of a pulled model; ModelMissing says how to get it."""
+    files = _layout(spec_of(name), cache)
+    if not _complete(files):
+        raise ModelMissing(
+            f"model {name} is not in {cache} for the installed runtimes: run `fabric models pull {name}`"
+        )
+    return files
+
+
+def tokeniser(name: str, cache: Path) -> Tokeniser:
+    """The tokeniser of a pulled model."""
+    return Tokeniser(located(name, cache).parts[TOKENISER])
+
+
+def installed(cache: Path) -> list[Installed]:
+    """Every folder in the cache with its size, by model and part."""
+    rows = []
+    for name, spec in MODELS.items():
+        home = cache / name
+        current = _current_folders(spec, cache)
+        folders = sorted(home.iterdir()) if home.is_dir() else []
+        for folder in (path for path in folders if path.is_dir() and path.name[0] != "."):
+            part = folder.name.rpartition("-")[0]
+            rows.append(Installed(name, part, folder, _folder_size(folder), folder in current))
+    return rows
+
+
+def prune(cache: Path) -> int:
+    """Delete conversions that the installed runtimes would not open; bytes freed."""
+    outdated = [row for row in installed(cache) if not row.current]
+    for row in outdated:
+        shutil.rmtree(row.folder)
+    return sum(row.size for row in outdated)
+
+
+def verify(name: str, cache: Path) -> list[str]:
+    """Hash every file of a pulled model again; one line a difference, empty when all is as written."""
+    files = located(name, cache)
+    differences = []
+    for part, folder in files.parts.items():
+        for file, entry in contents(folder)["files"].items():
+            if sha256_file(folder / file) != entry["sha256"]:
+                differences.append(f"{name}/{part}/{file}: sha256 differs from the conversion's")
+    return differences
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """A part's own description."""
+    described: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
+    return described
+
+
+def _layout(spec: ModelSpec, cache: Path) -> ModelFiles:
+    home = cache / spec.name
+    return ModelFiles(
+        spec,
+        home / f"sources-{digest([file.sha256 for file in spec.files])[:24]}",
+        {
+            recipe.part: home / f"{recipe.part}-{recipe.mark(spec)}"
+            for recipe in RECIPES[spec.architecture]
+        },
+    )
+
+
+def _current_folders(spec: ModelSpec, cache: Path) -> set[Path]:
+    files = _layout(spec, cache)
+    return {files.sources, *files.parts.values()}
+
+
+def _complete(files: ModelFiles) -> bool:
+    return all(path.is_dir() for path in files.parts.values())
+
+
+def _ensure_sources(files: ModelFiles, source: str | None, board: ProgressBoard) -> None:
+    """Files kept from an earlier pull count only after they were hashed again."""
+    spec = files.spec
+    if files.sources.is_dir():
+        wrong = [f for f in spec.files if sha256_file(files.sources / f.name) != f.sha256]
+        if not wrong:
+            return
+        raise DigestMismatch(
+            f"{files.sources / wrong[0].name} changed since it was pulled: "
+            "delete that folder and pull again"
+        )
+    with _published(files.sources) as folder:
+        acquire(spec, source, folder, board)
+
+
+def _ensure_part(recipe: Recipe, files: ModelFiles, board: ProgressBoard) -> None:
+    target = files.parts[recipe.part]
+    if target.is_dir():
+        return
+    started = time.monotonic()
+    with _published(target) as folder:
+        write_part(recipe, files.spec, files.sources, folder)
+    board.say(f"{files.name}: {recipe.part} ready in {time.monotonic() - started:.0f} s")
+    board.heartbeat()
+
+
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A new folder that becomes `target` at the end, or vanishes."""
+    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(target)
+        _sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(home: Path, board: ProgressBoard) -> Iterator[None]:
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / ".lock").open("w") as lock:
+        said = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not said:
+                    board.say(f"{home.name}: another process is pulling it, waiting")
+                said = True
+                board.heartbeat()
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _clear_dead_builds(home: Path) -> None:
+    for path in home.glob(".building-*"):
+        shutil.rmtree(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _folder_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

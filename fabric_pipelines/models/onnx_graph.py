@@ -1,0 +1,117 @@
+"""Build an ONNX graph node by node, weights beside it in one file that the runtime maps.
+
+A thin layer over onnx.helper: each call adds a node and returns its output's name. Weights go straight to
+the side file, page-aligned, so that building needs the memory of one tensor and running needs none for
+tables that are only gathered from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.errors import MissingDependency
+
+ALIGN_BYTES = 4096
+OPSET = 17  # LayerNormalization is native; ReduceMean still takes axes as an attribute
+IR_VERSION = 9
+
+
+class GraphBuilder:
+    """Context manager: `with GraphBuilder(...) as g: ...; g.finish(inputs, outputs)`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        try:
+            import onnx
+        except ImportError:
+            raise MissingDependency("onnx", "embedded", "building a model graph") from None
+        self._onnx = onnx
+        self._folder, self._name = folder, name
+        self._nodes: list[Any] = []
+        self._initializers: list[Any] = []
+        self._side = (folder / f"{name}.weights").open("wb")
+        self._count = 0
+
+    def __enter__(self) -> GraphBuilder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._side.close()
+
+    def weight(self, name: str, values: npt.NDArray[Any]) -> str:
+        """Write `values` to the side file and declare it."""
+        values = np.ascontiguousarray(values)
+        self._side.write(b"\0" * (-self._side.tell() % ALIGN_BYTES))
+        offset = self._side.tell()
+        self._side.write(values.data)
+        proto = self._onnx.TensorProto(
+            name=name,
+            data_type=self._onnx.helper.np_dtype_to_tensor_dtype(values.dtype),
+            dims=values.shape,
+            data_location=self._onnx.TensorProto.EXTERNAL,
+        )
+        for key, value in (
+            ("location", f"{self._name}.weights"),
+            ("offset", str(offset)),
+            ("length", str(values.nbytes)),
+        ):
+            proto.external_data.add(key=key, value=value)
+        self._initializers.append(proto)
+        return name
+
+    def constant(self, name: str, values: Any, dtype: type[np.generic]) -> str:
+        """A small constant, kept inside the graph file."""
+        self._initializers.append(
+            self._onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
+        )
+        return name
+
+    def add(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        return self.split(kind, *inputs, outputs=(output,), **attributes)[0]
+
+    def split(
+        self, kind: str, *inputs: str, outputs: Sequence[str | None], **attributes: Any
+    ) -> list[str]:
+        """As `add`, for a node with several outputs."""
+        self._count += 1
+        names = [
+            name or f"{kind.lower()}_{self._count}_{slot}" for slot, name in enumerate(outputs)
+        ]
+        self._nodes.append(self._onnx.helper.make_node(kind, list(inputs), names, **attributes))
+        return names
+
+    def finish(
+        self,
+        inputs: Sequence[tuple[str, Sequence[str]]],
+        outputs: Sequence[tuple[str, Sequence[Any]]],
+    ) -> Path:
+        """Check and write the graph; inputs are int64, outputs float32."""
+        helper, tensor = self._onnx.helper, self._onnx.TensorProto
+        graph = helper.make_graph(
+            self._nodes,
+            self._name,
+            [helper.make_tensor_value_info(name, tensor.INT64, shape) for name, shape in inputs],
+            [helper.make_tensor_value_info(name, tensor.FLOAT, shape) for name, shape in outputs],
+            self._initializers,
+        )
+        model = helper.make_model(
+            graph,
+            opset_imports=[helper.make_opsetid("", OPSET)],
+            ir_version=IR_VERSION,
+            producer_name="fabric-pipelines",
+        )
+        self._side.flush()
+        path = self._folder / f"{self._name}.onnx"
+        path.write_bytes(model.SerializeToString(deterministic=True))
+        self._onnx.checker.check_model(str(path))
+        return path

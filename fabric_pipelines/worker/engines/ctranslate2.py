@@ -1,0 +1,177 @@
+"""Generation on CPU through CTranslate2 with int8 weights.
+
+CTranslate2 has no in-flight refill: a batch runs until its last sequence ends. It forwards the prompt at once
+only up to the shortest prompt of the batch and walks the rest token by token, so a step takes the
+neighbours in length of the oldest task. A finish reason is what the runtime reports: the end token it was
+asked to return, or the cap it was given; anything else is an error of the runtime.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fabric_pipelines.errors import MissingDependency
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.door import Capabilities
+from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.stepping import SteppingEngine
+from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed
+
+KV_CACHE_TOKENS = 8192  # 46 KB a token in fp32 for SmolLM2-135M: 377 MB at most
+SAMPLING_KEYS = frozenset({"kind", "temperature", "top_k", "top_p", "seed", "repetition_penalty"})
+
+
+class Ctranslate2Engine(SteppingEngine):
+    """See the module. `threads` is the number of compute threads."""
+
+    def __init__(self, name: str, folder: EngineFolder, threads: int) -> None:
+        manifest = folder.manifest
+        super().__init__(
+            name,
+            manifest,
+            folder.fingerprint,
+            Capabilities(frozenset({"generate"}), continuous=False, packed=True, device="cpu"),
+            Profile(
+                max_batch_size=manifest.max_batch_size,
+                max_num_tokens=manifest.max_num_tokens,
+                kv_cache_tokens=KV_CACHE_TOKENS,
+                window_tokens=manifest.max_num_tokens,
+            ),
+        )
+        self._folder, self._threads = folder, threads
+        self._eos: int = folder.facts["eos_id"]
+        self._seed: int | None = None
+        self._generator: Any = None
+        self._vocabulary: list[str] = []
+
+    def _load(self) -> None:
+        self._runtime = _import()
+        require(self.manifest, "version", f"ctranslate2 {self._runtime.__version__}", "the runtime")
+        self._generator = self._open_generator()
+        found = self._generator.compute_type.partition("_")[0]
+        require(self.manifest, "weight_quantisation", found, "the loaded model")
+        self._vocabulary = _read_vocabulary(self._folder)
+
+    def _open_generator(self) -> Any:
+        return self._runtime.Generator(
+            str(self._folder.path),
+            device="cpu",
+            compute_type="int8",
+            inter_threads=1,
+            intra_threads=self._threads,
+        )
+
+    def _free(self) -> None:
+        self._generator = None
+
+    def _objection(self, task: Task) -> str | None:
+        if task.max_new_tokens < 1:
+            return "max_new_tokens is 0; a generation needs at least 1"
+        if int(task.tokens.max()) >= len(self._vocabulary):
+            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
+        return sampling_objection(task.sampling)
+
+    def _cut(self, pending: Sequence[Task]) -> list[Task]:
+        oldest = pending[0]
+        peers = [
+            task
+            for task in pending
+            if task.group == oldest.group and task.max_new_tokens == oldest.max_new_tokens
+        ]
+        peers.sort(key=lambda task: task.length)
+        first = last = next(index for index, task in enumerate(peers) if task is oldest)
+        while True:
+            left = oldest.length - peers[first - 1].length if first > 0 else None
+            right = peers[last + 1].length - oldest.length if last + 1 < len(peers) else None
+            if left is None and right is None:
+                break
+            take_left = right is None or (left is not None and left <= right)
+            span = (first - 1, last) if take_left else (first, last + 1)
+            if not self._fits(peers[span[1]], span[1] - span[0] + 1):
+                break
+            first, last = span
+        return peers[first : last + 1]
+
+    def _fits(self, longest: Task, count: int) -> bool:
+        return (
+            count <= self.profile.max_batch_size
+            and count * longest.length <= self.profile.max_num_tokens
+            and count * (longest.length + longest.max_new_tokens) <= self.profile.kv_cache_tokens
+        )
+
+    def _run(self, tasks: list[Task]) -> list[Outcome]:
+        prompts = [[self._vocabulary[token] for token in task.tokens] for task in tasks]
+        results = self._generator.generate_batch(
+            prompts,
+            max_length=tasks[0].max_new_tokens,
+            include_prompt_in_result=False,
+            return_end_token=True,
+            **_options(tasks[0].sampling),
+        )
+        outcomes = [
+            self._outcome(task, result.sequences_ids[0])
+            for task, result in zip(tasks, results, strict=True)
+        ]
+        self.stats.computed_tokens += sum(task.length for task in tasks)
+        return outcomes
+
+    def _outcome(self, task: Task, ids: list[int]) -> Outcome:
+        self.stats.generated_tokens += len(ids)
+        if ids and ids[-1] == self._eos:
+            reason, ids = "stop", ids[:-1]
+        elif len(ids) == task.max_new_tokens:
+            reason = "length"
+        else:
+            return failed(
+                task,
+                "EngineFailed",
+                f"the runtime ended after {len(ids)} of {task.max_new_tokens} tokens without an end token",
+            )
+        return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
+
+
+def sampling_objection(sampling: Mapping[str, Any]) -> str | None:
+    """Why this sampling cannot be served, or None."""
+    if sampling.get("kind") != "generate":
+        return f"kind {sampling.get('kind')!r} is not served here, only 'generate'"
+    unknown = sorted(set(sampling) - SAMPLING_KEYS)
+    if unknown:
+        return f"sampling fields {', '.join(unknown)} are unknown to this engine"
+    for name, least in (("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("seed", 0)):
+        value = sampling.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            return f"sampling field {name} is {value!r}; it must be a number >= {least}"
+    return None
+
+
+def is_greedy(sampling: Mapping[str, Any]) -> bool:
+    return sampling.get("temperature", 0.0) == 0 or sampling.get("top_k") == 1
+
+
+def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {"repetition_penalty": sampling.get("repetition_penalty", 1.0)}
+    if is_greedy(sampling):
+        return {**options, "sampling_topk": 1}
+    return {
+        **options,
+        "sampling_topk": sampling.get("top_k", 0),
+        "sampling_topp": sampling.get("top_p", 1.0),
+        "sampling_temperature": sampling["temperature"],
+    }
+
+
+def _read_vocabulary(folder: EngineFolder) -> list[str]:
+    tokens: list[str] = json.loads((folder.path / "vocabulary.json").read_text())
+    return tokens
+
+
+def _import() -> Any:
+    try:
+        import ctranslate2
+    except ImportError:
+        raise MissingDependency("ctranslate2", "embedded", "generation on CPU") from None
+    return ctranslate2

@@ -1,0 +1,118 @@
+"""Registry: every engine by name, opened lazily.
+
+A name is model@runtime-precision. Knowing an engine costs nothing; its runtime is imported only when it is
+opened, and a missing one is one sentence with the install command.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from fabric_pipelines import models
+from fabric_pipelines.errors import UsageError
+from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """kinds: sampling kinds it serves; vocab_size: token ids are below it; extra: what `pip install
+    fabric-pipelines[extra]` brings; dim: of one layer's vector, 0 for generation; layers: last layer number
+    that `hidden` may ask for, 0 otherwise; device: "cpu" or "cuda"."""
+
+    name: str
+    model: str
+    part: str
+    kinds: frozenset[str]
+    vocab_size: int
+    extra: str
+    dim: int
+    layers: int
+    device: str
+    build: Callable[[str, EngineFolder, int], Engine]
+
+
+def _ctranslate2(name: str, folder: EngineFolder, threads: int) -> Engine:
+    from fabric_pipelines.worker.engines.ctranslate2 import Ctranslate2Engine
+
+    return Ctranslate2Engine(name, folder, threads)
+
+
+def _hidden(name: str, folder: EngineFolder, threads: int) -> Engine:
+    from fabric_pipelines.worker.engines.onnxruntime import HiddenEngine
+
+    return HiddenEngine(name, folder, threads)
+
+
+def _embed(name: str, folder: EngineFolder, threads: int) -> Engine:
+    from fabric_pipelines.worker.engines.onnxruntime import EmbedEngine
+
+    return EmbedEngine(name, folder, threads)
+
+
+GENERATE = EngineSpec(
+    name="smollm2-135m-instruct@ctranslate2-int8",
+    model="smollm2-135m-instruct",
+    part="ctranslate2-int8",
+    kinds=frozenset({"generate"}),
+    vocab_size=49_152,
+    extra="embedded",
+    dim=0,
+    layers=0,
+    device="cpu",
+    build=_ctranslate2,
+)
+HIDDEN = EngineSpec(
+    name="smollm2-135m-instruct@onnxruntime-fp32",
+    model="smollm2-135m-instruct",
+    part="onnxruntime-fp32",
+    kinds=frozenset({"hidden"}),
+    vocab_size=49_152,
+    extra="embedded",
+    dim=576,
+    layers=30,
+    device="cpu",
+    build=_hidden,
+)
+EMBED = EngineSpec(
+    name="all-minilm-l6-v2@onnxruntime-fp32",
+    model="all-minilm-l6-v2",
+    part="onnxruntime-fp32",
+    kinds=frozenset({"embed"}),
+    vocab_size=30_522,
+    extra="embedded",
+    dim=384,
+    layers=0,
+    device="cpu",
+    build=_embed,
+)
+ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
+    {spec.name: spec for spec in (GENERATE, HIDDEN, EMBED)}
+)
+
+
+def engine_spec(name: str) -> EngineSpec:
+    """The registry's entry; UsageError names the engines that exist."""
+    try:
+        return ENGINES[name]
+    except KeyError:
+        raise UsageError(f"engine {name!r} is unknown; known are {', '.join(ENGINES)}") from None
+
+
+def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
+    """An open engine from the model cache; `threads` 0 = all cores this process may use. Raises ModelMissing,
+    MissingDependency or ManifestRefused before anything heavy is loaded."""
+    engine = construct_engine(name, cache=cache, threads=threads)
+    engine.open()
+    return engine
+
+
+def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
+    """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
+    spec = engine_spec(name)
+    folder = read_folder(models.located(spec.model, cache).parts[spec.part])
+    return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))

@@ -1,0 +1,177 @@
+"""Stepping: the half of an engine that every batch-at-a-time runtime shares.
+
+Submitted tasks wait in order; one step at a time runs in the engine's own thread, so `poll` honours its
+timeout and a long step never starves the lease's heartbeat. The next step starts before the results of the
+last one are handed out. A runtime error fails the tasks of its step, each by name; after
+FAILED_STEPS_MAX in a row the engine declares itself broken.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.tasks import Outbox, Outcome, Task, failed, refused, tasks_of
+
+FAILED_STEPS_MAX = 3
+
+
+@dataclass(slots=True)
+class _Step:
+    tasks: list[Task]
+    future: Future[list[Outcome]]
+    started_us: int
+    started_s: float
+
+
+class SteppingEngine(ABC):
+    """Subclasses load and free the runtime, judge a task, cut a step and run it."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: EngineManifest,
+        fingerprint: str,
+        capabilities: Capabilities,
+        profile: Profile,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.fingerprint = fingerprint
+        self.capabilities = capabilities
+        self.profile = profile
+        self.stats = EngineStats()
+        self._clock = clock
+        self._pending: list[Task] = []
+        self._step: _Step | None = None
+        self._outbox = Outbox(name, fingerprint)
+        self._thread: ThreadPoolExecutor | None = None
+        self._failed_steps = 0
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Bring the runtime up; ManifestRefused on a contradiction."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Let the runtime go."""
+
+    @abstractmethod
+    def _objection(self, task: Task) -> str | None:
+        """Why this task's sampling cannot be served, or None. Length is judged before."""
+
+    @abstractmethod
+    def _cut(self, pending: Sequence[Task]) -> list[Task]:
+        """The tasks of the next step; at least one, all of one group."""
+
+    @abstractmethod
+    def _run(self, tasks: list[Task]) -> list[Outcome]:
+        """Compute, in the engine's thread; one outcome a task. RuntimeError fails the whole step."""
+
+    def open(self) -> None:
+        if self._thread is None:
+            self._load()
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+
+    def submit(self, lease: Lease) -> None:
+        assert self._thread is not None, f"{self.name} is not open"
+        now_us = self._clock.wall_us()
+        for task in tasks_of(lease):
+            self.stats.offered_tokens += task.length
+            refusal = self._refusal(task)
+            if refusal is None:
+                self._pending.append(task)
+            else:
+                refusal.started_us = refusal.ended_us = now_us
+                self._outbox.outcomes.append(refusal)
+
+    def _refusal(self, task: Task) -> Outcome | None:
+        limits = self.manifest
+        total = task.length + task.max_new_tokens
+        if task.length > limits.max_input_len:
+            why = (
+                f"its prompt of {task.length} tokens is above max_input_len {limits.max_input_len}"
+            )
+        elif total > limits.max_seq_len:
+            why = f"its {total} tokens with output are above max_seq_len {limits.max_seq_len}"
+        else:
+            objection = self._objection(task)
+            return None if objection is None else refused(task, "error", "UsageError", objection)
+        return refused(task, "oversized", "Oversized", f"{self.name} refuses the task: {why}")
+
+    def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
+        assert self._thread is not None, f"{self.name} is not open"
+        self._start_step()
+        if self._step is not None and not self._outbox.outcomes:
+            wait([self._step.future], timeout_s)
+        if self._step is not None and self._step.future.done():
+            finished, self._step = self._step, None
+            self._start_step()
+            self._collect(finished)
+        return self._outbox.take()
+
+    def _start_step(self) -> None:
+        if self._step is not None or not self._pending or self._thread is None:
+            return
+        tasks = self._cut(self._pending)
+        assert tasks, "a cut takes at least one task"
+        chosen = {id(task) for task in tasks}
+        self._pending = [task for task in self._pending if id(task) not in chosen]
+        self._step = _Step(
+            tasks,
+            self._thread.submit(self._timed_run, tasks),
+            self._clock.wall_us(),
+            self._clock.monotonic_s(),
+        )
+
+    def _timed_run(self, tasks: list[Task]) -> list[Outcome]:
+        started = time.perf_counter()
+        try:
+            return self._run(tasks)
+        finally:
+            self.stats.busy_s += time.perf_counter() - started
+
+    def _collect(self, step: _Step) -> None:
+        try:
+            outcomes = step.future.result()
+            assert len(outcomes) == len(step.tasks), "one outcome a task"
+            self._failed_steps = 0
+        except (RuntimeError, MemoryError) as fault:
+            self._failed_steps += 1
+            if self._failed_steps >= FAILED_STEPS_MAX:
+                raise EngineFailed(
+                    f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
+                ) from fault
+            outcomes = [failed(task, "EngineFailed", str(fault)) for task in step.tasks]
+        ended_us = self._clock.wall_us()
+        for outcome in outcomes:
+            outcome.started_us, outcome.ended_us = step.started_us, ended_us
+        self.stats.tasks += len(outcomes)
+        self._outbox.outcomes.extend(outcomes)
+
+    def unfinished(self) -> list[int]:
+        running = self._step.tasks if self._step else []
+        waiting = [outcome.task for outcome in self._outbox.outcomes]
+        return [task.task_id for task in (*waiting, *running, *self._pending)]
+
+    def withdraw_unstarted(self) -> list[int]:
+        withdrawn, self._pending = self._pending, []
+        return [task.task_id for task in withdrawn]
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+            self._free()
