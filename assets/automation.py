@@ -70,7 +70,7 @@ def _due(
         if published is not None and published["submission_id"] == ref.submission_id:
             continue
         state = broker.submission(ref.submission_id)
-        if state is not None and state.retired + state.dead == state.tasks:
+        if state is not None and state.finished:
             due.append(partition)
     return due
 

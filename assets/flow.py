@@ -5,8 +5,6 @@ recorded. If the work is not finished, it publishes nothing and its run ends gre
 the sensor asks again once the last task is retired. A run tagged fabric/wait=true waits instead.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from assets.lineage import (
     submission_key,
 )
 from assets.metadata import Metadata, Published, of_results, of_submission
-from fabric_pipelines.broker.client import SubmissionState
+from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.workloads.catalogue import Workload
 from fabric_pipelines.workloads.request import WHOLE, Prepared
@@ -66,7 +64,7 @@ def submission_asset(
     )
     def submit(
         context: dg.AssetExecutionContext, broker: BrokerResource, tasks: Any
-    ) -> dg.MaterializeResult[Any]:
+    ) -> dg.MaterializeResult:
         metadata = {}
         for partition, table in tasks.items():
             prepared = Prepared.from_table(table)
@@ -80,8 +78,8 @@ def submission_asset(
         backfill_policy=_backfill(partitions_def),
         code_version=workload.code_version,
     )
-    def submission() -> dg.MaterializeResult[Any]:
-        found: dg.MaterializeResult[Any] = submit(tokenise())
+    def submission() -> dg.MaterializeResult:
+        found: dg.MaterializeResult = submit(tokenise())
         return found
 
     return submission
@@ -130,7 +128,7 @@ def results_asset(
         completion: CompletionResource,
         lake: LakeResource,
         finished: Any,
-    ) -> dg.MaterializeResult[Any]:
+    ) -> dg.MaterializeResult:
         metadata = {}
         for partition, entry in finished.items():
             state = SubmissionState(**entry["state"])
@@ -153,8 +151,8 @@ def results_asset(
         backfill_policy=_backfill(partitions_def),
         code_version=workload.code_version,
     )
-    def results(submission: Any) -> dg.MaterializeResult[Any]:
-        found: dg.MaterializeResult[Any] = publish(await_finished(submission))
+    def results(submission: Any) -> dg.MaterializeResult:
+        found: dg.MaterializeResult = publish(await_finished(submission))
         return found
 
     return results
@@ -208,9 +206,9 @@ def _finished(
             f"the broker does not know submission {ref.submission_id[:12]}; "
             "its journal is another one than when it was submitted: materialise the submission again"
         )
-    if state.retired + state.dead < state.tasks and wait:
+    if wait and not state.finished:
         state = completion.wait(ref.submission_id, _progress_line())
-    return state if state.retired + state.dead == state.tasks else None
+    return state if state.finished else None
 
 
 def _progress_line() -> Callable[[SubmissionState], None]:
@@ -236,7 +234,7 @@ def _artifact_name(workload: str, partition: str) -> str:
 
 def _materialised(
     context: dg.AssetExecutionContext, metadata: Mapping[str, Metadata], version: str
-) -> dg.MaterializeResult[Any]:
+) -> dg.MaterializeResult:
     """One result for the run; with partitions each gets its own metadata. One run can carry only one data
     version for all of its partitions, so only a single one gets the content's."""
     only = next(iter(metadata.values())) if len(metadata) == 1 else None

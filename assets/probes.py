@@ -1,7 +1,5 @@
 """Probes: does a linear reader find in the hidden states whether a statement is true?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +34,8 @@ results = results_asset(
 )
 
 
-@dg.op
-def fit_probes(context: dg.AssetExecutionContext, lake: LakeResource) -> dg.MaterializeResult[Any]:
+@dg.op(ins={"results": dg.In(dg.Nothing)})
+def fit_probes(context: dg.AssetExecutionContext, lake: LakeResource) -> dg.MaterializeResult:
     found = require_latest(context.instance, results_key(probes.NAME))
     submitted = latest_submission(context.instance, probes.NAME)
     assert submitted is not None
@@ -69,8 +67,8 @@ def fit_probes(context: dg.AssetExecutionContext, lake: LakeResource) -> dg.Mate
     code_version=probes.CODE_VERSION,
     description="Held-out accuracy by layer with its interval, beside shuffled labels and a bag of words.",
 )
-def report(results: Any) -> dg.MaterializeResult[Any]:
-    found: dg.MaterializeResult[Any] = fit_probes(results)
+def report(results: Any) -> dg.MaterializeResult:
+    found: dg.MaterializeResult = fit_probes(results)
     return found
 
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from pydantic import Field
 
-from fabric_pipelines.broker.client import BrokerClient, BrokerStatus, SubmissionState
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.workloads.request import Prepared
 from resources.fabric import FabricResource
 

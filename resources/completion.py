@@ -1,14 +1,11 @@
 """What has come back: whether a submission is finished, and its landed rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
-import dagster as dg
 import pyarrow as pa
 from pydantic import Field
 
-from fabric_pipelines.broker.client import SubmissionState
+from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.dataplane import results
 from resources.broker import BrokerResource
 from resources.database import DatabaseResource
@@ -16,8 +13,8 @@ from resources.fabric import FabricResource
 
 
 class CompletionResource(FabricResource):
-    broker: dg.ResourceDependency[BrokerResource]
-    database: dg.ResourceDependency[DatabaseResource]
+    broker: BrokerResource
+    database: DatabaseResource
     wait_s: float = Field(default=86_400.0, description="longest wait of a run that waits")
 
     def state(self, submission_id: str) -> SubmissionState | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fabric_pipelines.dataplane import database_url
-from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.database import Database, database_url
 from resources.fabric import FabricResource
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from fabric_pipelines import models
 from fabric_pipelines.ids import digest
-from fabric_pipelines.models.catalogue import MODELS
-from fabric_pipelines.worker.engines.registry import ENGINES
+from fabric_pipelines.worker.engines.registry import engine_spec
 from fabric_pipelines.workloads.request import EngineChoice, Tokeniser
 from resources.fabric import FabricResource
 
@@ -24,11 +23,9 @@ def _tokeniser(model: str, cache: Path) -> models.Tokeniser:
 
 class GpuWorkerResource(FabricResource):
     def engine(self, name: str) -> EngineChoice:
-        spec = ENGINES[name]
-        identity = digest(
-            {"engine": name, "model": spec.model, "sha256": MODELS[spec.model].sha256}
-        )
-        return EngineChoice(name, identity, spec.vocab_size)
+        spec = engine_spec(name)
+        files = {file.name: file.sha256 for file in models.MODELS[spec.model].files}
+        return EngineChoice(name, digest({"engine": name, "files": files}), spec.vocab_size)
 
     def tokeniser(self, engine: str) -> Tokeniser:
-        return _tokeniser(ENGINES[engine].model, self.settings().models)
+        return _tokeniser(engine_spec(engine).model, self.settings().models)
