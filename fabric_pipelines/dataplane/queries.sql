@@ -133,3 +133,31 @@ where (%(prefix)s::text is null or starts_with(receipt_id, %(prefix)s))
   and (%(generation)s::bigint is null or generation = %(generation)s)
 order by issued_at desc, receipt_id
 limit %(limit)s;
+
+-- name: durable_commits
+-- A role or server may have it off; "landed" must mean durable. Stronger settings stay.
+select set_config('synchronous_commit', 'on', false)
+where current_setting('synchronous_commit') = 'off';
+
+-- name: current_xid
+select pg_current_xact_id()::text;
+
+-- name: xact_status
+select pg_xact_status(%(xid)s::xid8);
+
+-- name: make_stage
+create temporary table if not exists {stage}
+(like {table} including defaults) on commit delete rows
+
+-- name: copy_stage
+copy {stage} ({columns}) from stdin (format binary)
+
+-- name: merge_stage
+insert into {table} ({columns}) select {columns} from {stage} on conflict (task_id) do nothing
+
+-- name: empty_stage
+delete from {stage}
+
+-- name: acknowledge
+insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size)
+values (%(function)s, %(first_task)s, %(last_task)s, %(rows)s, %(inserted)s, %(dead)s, %(size)s);

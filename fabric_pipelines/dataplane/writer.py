@@ -1,0 +1,325 @@
+"""Land one pulled batch of one function in one transaction; return the proof that it is durable.
+
+Temp staging by binary COPY, insert-or-nothing by task id, dead letters, ack row, commit. A replay therefore
+changes nothing and writes no WAL for rows. A row that the database rejects becomes a dead letter with
+reason and raw bytes while the rest lands. A commit whose answer was lost is settled by asking for the
+transaction's status, never by guessing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from fabric_pipelines.dataplane.database import Connection, Database, Identity, translated
+from fabric_pipelines.dataplane.encode import Column, encode_copy
+from fabric_pipelines.dataplane.sinks import (
+    DEAD_LETTERS,
+    Decode,
+    Landing,
+    Rejection,
+    Sink,
+    dead_letter_columns,
+    foresee,
+    sink_of,
+)
+from fabric_pipelines.dataplane.sql import compose, query, relation
+from fabric_pipelines.errors import DatabaseUnavailable, SchemaError
+from fabric_pipelines.records.arrow import require_schema, to_ipc
+from fabric_pipelines.records.completion import PULLED_SCHEMA
+from fabric_pipelines.records.confirmation import Confirmation
+
+ROWS_PER_LANDING = 5_000
+"""1,000 to 5,000 rows are the flat part of the cost curve; more only adds latency and lock time."""
+
+TaskIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """task_ids landed (now or before) and are proven by `confirmation`; dead_task_ids are dead letters,
+    proven by `dead_confirmation`. `rows` counts what this transaction inserted, `size` the bytes sent."""
+
+    task_ids: TaskIds
+    confirmation: Confirmation | None
+    dead_task_ids: TaskIds
+    dead_confirmation: Confirmation | None
+    rows: int
+    size: int
+
+
+class CommitInDoubt(DatabaseUnavailable):
+    """The connection was lost while COMMIT was on its way; `xid` tells what became of it."""
+
+    def __init__(self, message: str, xid: str, cluster_id: str, landed: Landed) -> None:
+        super().__init__(message)
+        self.xid = xid
+        self.cluster_id = cluster_id
+        self.landed = landed
+
+
+class Writer:
+    """Lands batches over one connection, which it opens when needed and drops after a fault."""
+
+    def __init__(self, database: Database, *, decode: Decode | None = None) -> None:
+        self._database = database
+        self._decode = decode
+        self._connection: Connection | None = None
+        self._doubt: CommitInDoubt | None = None
+
+    def land(self, batch: pa.RecordBatch) -> Landed:
+        """See `land`. After a CommitInDoubt, the same batch handed in again is settled first."""
+        connection = self._open()
+        try:
+            settled = self._settle(connection, batch)
+            if settled is not None:
+                return settled
+            return land(connection, batch, identity=self._database.identity, decode=self._decode)
+        except CommitInDoubt as fault:
+            self._doubt = fault
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _open(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._database.connect()
+            with translated(self._database.url):
+                self._connection.execute(query("durable_commits"))
+        return self._connection
+
+    def _settle(self, connection: Connection, batch: pa.RecordBatch) -> Landed | None:
+        doubt, self._doubt = self._doubt, None
+        if doubt is None:
+            return None
+        ids = np.sort(np.concatenate([doubt.landed.task_ids, doubt.landed.dead_task_ids]))
+        if not np.array_equal(ids, np.sort(_ids(batch))):
+            return None
+        with translated(self._database.url):
+            status = transaction_status(connection, doubt.xid)
+        same_cluster = self._database.cluster_id == doubt.cluster_id
+        return doubt.landed if same_cluster and status == "committed" else None
+
+
+def land(
+    connection: Connection,
+    batch: pa.RecordBatch,
+    *,
+    identity: Identity,
+    decode: Decode | None = None,
+) -> Landed:
+    """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters.
+
+    Raises SchemaError for a wrong batch, CommitInDoubt when the answer to COMMIT was lost, else what the
+    database's fault translates to; then nothing of the batch is in the database.
+    """
+    require_schema(batch, PULLED_SCHEMA, "pulled batch")
+    functions = batch.column("function").unique().to_pylist()
+    if len(functions) != 1:
+        raise SchemaError(f"a landing takes one function, this batch has {functions}")
+    sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
+    with translated(f"database {identity.database}"):
+        connection.execute("begin")
+        try:
+            landed = _stage(connection, sink, batch, landing, identity)
+        except BaseException:
+            if not connection.broken:
+                connection.execute("rollback")
+            raise
+        _commit(connection, landed, identity)
+    return landed
+
+
+def transaction_status(connection: Connection, xid: str) -> str | None:
+    """ "committed", "aborted", "in progress", or None when the server no longer remembers."""
+    row = connection.execute(query("xact_status"), {"xid": xid}).fetchone()
+    return None if row is None else row[0]
+
+
+def _commit(connection: Connection, landed: Landed, identity: Identity) -> None:
+    try:
+        connection.execute("commit")
+    except psycopg.OperationalError as fault:
+        if not connection.broken:
+            raise
+        proof = landed.confirmation or landed.dead_confirmation
+        assert proof is not None
+        raise CommitInDoubt(
+            f"the connection to database {identity.database!r} was lost during COMMIT; "
+            "the batch is kept and settled by its transaction id",
+            str(proof.proof["xid"]),
+            identity.cluster_id,
+            landed,
+        ) from fault
+
+
+def _stage(
+    connection: Connection, sink: Sink, batch: pa.RecordBatch, landing: Landing, identity: Identity
+) -> Landed:
+    """Everything of the transaction but its begin and commit."""
+    row = connection.execute(query("current_xid")).fetchone()
+    assert row is not None
+    ok = pc.equal(batch.column("status"), "ok").to_numpy(zero_copy_only=False)
+    good, bad = np.flatnonzero(ok), np.flatnonzero(~ok)
+    refused = dict(_reported(batch, bad))
+    foreseen = foresee(batch.take(pa.array(good)), sink, landing)
+    refused |= {int(good[at]): item for at, item in foreseen.items()}
+    rows, size = 0, 0
+    target = _Target(connection, sink.table)
+    pending = [np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))]
+    while pending:
+        chosen = pending.pop()
+        if not chosen.size:
+            continue
+        columns = sink.encode(batch.take(pa.array(chosen)), landing)
+        try:
+            inserted, sent = target.merge(columns)
+        except psycopg.Error as fault:
+            if not _is_rejection(fault):
+                raise
+            at = _row_at_fault(fault, chosen.size)
+            if at is None:
+                pending += np.array_split(
+                    chosen, 2
+                )  # no line is named: halve until one row is left
+                continue
+            refused[int(chosen[at])] = _rejection(fault, int(chosen[at]))
+            pending.append(np.delete(chosen, at))
+            continue
+        rows, size = rows + inserted, size + sent
+    return _settled(connection, sink, batch, refused, rows, size, str(row[0]), identity)
+
+
+def _settled(
+    connection: Connection,
+    sink: Sink,
+    batch: pa.RecordBatch,
+    refused: dict[int, Rejection],
+    rows: int,
+    size: int,
+    xid: str,
+    identity: Identity,
+) -> Landed:
+    """Dead letters and ack row of this transaction, and what it will have proven once committed."""
+    dead = np.array(sorted(refused), np.int64)
+    if dead.size:
+        size += _bury(connection, batch.take(pa.array(dead)), [refused[int(at)] for at in dead])
+    ids = _ids(batch)
+    connection.execute(
+        query("acknowledge"),
+        {
+            "function": batch.column("function")[0].as_py(),
+            "first_task": int(ids.min()),
+            "last_task": int(ids.max()),
+            "rows": len(ids),
+            "inserted": rows,
+            "dead": int(dead.size),
+            "size": size,
+        },
+    )
+    alive = np.delete(ids, dead)
+
+    def proof(kind: str, table: str) -> Confirmation:
+        return Confirmation(kind, {"cluster": identity.cluster_id, "xid": xid, "table": table})
+
+    return Landed(
+        task_ids=alive,
+        confirmation=proof("postgres", sink.table) if alive.size else None,
+        dead_task_ids=ids[dead],
+        dead_confirmation=proof("dead_letter", DEAD_LETTERS) if dead.size else None,
+        rows=rows,
+        size=size,
+    )
+
+
+class _Target:
+    """COPY into a temporary twin of a table, then insert what is new. The twin lives as long as the
+    connection and is empty outside a transaction."""
+
+    def __init__(self, connection: Connection, table: str) -> None:
+        self._connection = connection
+        stage = "stage_" + table.partition(".")[2]
+        self._parts = {"table": relation(table), "stage": sql.Identifier("pg_temp", stage)}
+        connection.execute(
+            compose("make_stage", table=relation(table), stage=sql.Identifier(stage))
+        )
+
+    def merge(self, columns: Sequence[Column]) -> tuple[int, int]:
+        """(rows inserted, bytes sent); after a rejection the transaction is as it was before."""
+        stream = encode_copy(columns)
+        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
+        with self._connection.transaction(), self._connection.cursor() as cursor:
+            with cursor.copy(compose("copy_stage", columns=names, **self._parts)) as copy:
+                for piece in stream:
+                    copy.write(piece)
+            inserted = cursor.execute(compose("merge_stage", columns=names, **self._parts)).rowcount
+            cursor.execute(compose("empty_stage", **self._parts))
+        return inserted, sum(len(piece) for piece in stream)
+
+
+def _bury(connection: Connection, batch: pa.RecordBatch, rejections: list[Rejection]) -> int:
+    raw = [to_ipc(batch.slice(at, 1)) for at in range(batch.num_rows)]
+    columns = dead_letter_columns(batch, rejections, raw)
+    return _Target(connection, DEAD_LETTERS).merge(columns)[1]
+
+
+def _reported(batch: pa.RecordBatch, rows: npt.NDArray[np.intp]) -> list[tuple[int, Rejection]]:
+    """Rows that the worker itself reported as refused or failed."""
+    codes = batch.column("error_code").to_pylist() if rows.size else []
+    texts = batch.column("error_text").to_pylist() if rows.size else []
+    status = batch.column("status").to_pylist() if rows.size else []
+    return [
+        (
+            row,
+            Rejection(row, codes[row] or status[row], texts[row] or f"the task was {status[row]}"),
+        )
+        for row in rows.tolist()
+    ]
+
+
+_REJECTION_CLASSES = (
+    "22",  # data exception
+    "23",  # integrity constraint violation
+    "44",  # with-check option
+    "54",  # program limit exceeded
+    "P0",  # raised by the owner's own trigger
+)
+
+
+def _is_rejection(fault: psycopg.Error) -> bool:
+    return (fault.sqlstate or "")[:2] in _REJECTION_CLASSES
+
+
+def _row_at_fault(fault: psycopg.Error, rows: int) -> int | None:
+    """Position of the row that the server names ("COPY stage, line 618, ..."), or the only one there is."""
+    if rows == 1:
+        return 0
+    named = re.search(r"^COPY \S+, line (\d+)", fault.diag.context or "", re.MULTILINE)
+    at = int(named[1]) - 1 if named else -1
+    return at if 0 <= at < rows else None
+
+
+def _rejection(fault: psycopg.Error, row: int) -> Rejection:
+    context = (fault.diag.context or "").split("\n", 1)[0]
+    reason = fault.diag.message_primary or str(fault)
+    return Rejection(row, fault.sqlstate or "", f"{reason} ({context})" if context else reason)
+
+
+def _ids(batch: pa.RecordBatch) -> TaskIds:
+    ids: TaskIds = batch.column("task_id").to_numpy()
+    return ids
