@@ -1,0 +1,78 @@
+"""`fabric quickstart`: the whole loop once, on this machine, and what came of it on one screen.
+
+Models, then services (only if none run; what it started it stops), then one Dagster run on the persistent
+instance that submits every workload before it waits for any, then the receipt verified once more from
+outside. Running it again submits nothing twice: ids follow from content, so the broker already has all of it.
+
+Sizes: 48 generations of at most 32 tokens, 160 probe statements, 48 verses for hidden states (6 of each of 8
+books), 800 verses for embeddings; about 30,000 tokens in, 1,500 out. They are the defaults of the workloads'
+requests, so the same run is what the UI offers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets import lineage
+from assets.automation import RANGE_END, RANGE_START
+from assets.flow import WAIT_TAG
+from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
+from fabric_pipelines import models, receipts, supervise
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
+from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.definitions import build_defs
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.telemetry import ProgressBoard
+from fabric_pipelines.worker.engines.registry import engine_spec
+from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
+from fabric_pipelines.workloads.corpus import BOOKS
+from fabric_pipelines.workloads.request import EngineChoice, Prepared
+from resources.gpu_worker import GpuWorkerResource
+
+POLL_S = 0.5
+SAMPLES = 10
+RUN_TAGS = {WAIT_TAG: "true", RANGE_START: BOOKS[0], RANGE_END: BOOKS[-1], "fabric/run": "quickstart"}
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartReport:
+    """What happened. tokens_per_s: of retired tasks, prompt and output together, from the first task's start to
+    the last one's end; padding_waste: share of padded tokens among all that engines computed on;
+    seconds: wall time without model_pull_seconds."""
+
+    tasks: int
+    retired: int
+    dead: int
+    balance: int
+    tokens_in: int
+    tokens_out: int
+    rows_landed: int
+    vectors: int
+    receipt_id: str
+    receipt_ok: bool
+    recall_at_10: float
+    seconds: float
+    tokens_per_s: float
+    padding_waste: float
+    model_pull_seconds: float
+    verifier_pass_rate: float
+    probe_accuracy: float
+    samples: Sequence[Mapping[str, str]]
+    paths: Mapping[str, str]
+    run_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
