@@ -59,7 +59,7 @@ order by attnum;
 
 -- name: copy_source_rows
 copy (
-    select {id}::bigint, {vector} from {relation} where {filter} order by {id}
+    select {id}::bigint, {vector}{columns} from {relation} where {filter} order by {id}
 ) to stdout (format binary)
 
 -- name: content_sums

@@ -34,13 +34,15 @@ Vectors = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class Source:
     """Which rows a shard is made of. relation: "schema.table"; submission_id: only that submission's rows;
-    filter: further SQL condition, the operator's own text (never data). Rows without a vector do not count."""
+    filter: further SQL condition, the operator's own text (never data). columns: integer columns, without
+    nulls, that are read along with the rows. Rows without a vector do not count."""
 
     relation: str = "fabric.embed"
     id_column: str = "task_id"
     vector_column: str = "vector"
     submission_id: str | None = None
     filter: str | None = None
+    columns: tuple[str, ...] = ()
 
     def condition(self) -> sql.Composable:
         parts: list[sql.Composable] = [
@@ -125,11 +127,13 @@ class SourceState:
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """ids int64 [N] ascending; vectors [N, d], float16 for halfvec and bytea, float32 for vector."""
+    """ids int64 [N] ascending; vectors [N, d], float16 for halfvec and bytea, float32 for vector; columns by
+    name, int64 [N] each."""
 
     state: SourceState
     ids: npt.NDArray[np.int64]
     vectors: Vectors
+    columns: Mapping[str, npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +168,10 @@ def read_source(database: Database, source: Source) -> SourceRows:
     with database.session() as connection, _frozen(connection):
         columns, oid, encoding = _describe(connection, source)
         raw = _copy_out(connection, source)
-        ids, vectors = _decode_rows(raw, encoding, source.relation)
+        ids, vectors, columns_read = _decode_rows(raw, encoding, source)
         content = content_hash(ids, vectors, encoding)
         state = _state(connection, database, source, columns, oid, encoding, content)
-    return SourceRows(state, ids, vectors)
+    return SourceRows(state, ids, vectors, columns_read)
 
 
 def source_state(database: Database, source: Source) -> SourceState:
@@ -344,6 +348,7 @@ def _frozen(connection: Connection) -> Any:
 
 
 _ENCODINGS = ("halfvec", "vector", "bytea")
+_INTEGERS = ("smallint", "integer", "bigint")
 
 
 def _describe(connection: Connection, source: Source) -> tuple[dict[str, str], int, str]:
@@ -351,16 +356,23 @@ def _describe(connection: Connection, source: Source) -> tuple[dict[str, str], i
     if not rows:
         raise SchemaError(f"there is no relation {source.relation!r} in this database")
     types = {name: kind for name, kind, _ in rows}
-    for column in (source.id_column, source.vector_column):
+    wanted = (source.id_column, source.vector_column, *source.columns)
+    for column in wanted:
         if column not in types:
             raise SchemaError(f"relation {source.relation!r} has no column {column!r}")
+    for column in source.columns:
+        if types[column] not in _INTEGERS:
+            raise SchemaError(
+                f"column {column!r} of {source.relation} is {types[column]}; only integer columns "
+                "travel with the rows of a shard"
+            )
     encoding = types[source.vector_column].rpartition(".")[2]
     if encoding not in _ENCODINGS:
         raise SchemaError(
             f"column {source.vector_column!r} of {source.relation} is {encoding}; "
             f"vectors are read from {', '.join(_ENCODINGS)}"
         )
-    chosen = {name: types[name] for name in (source.id_column, source.vector_column)}
+    chosen = {name: types[name] for name in wanted}
     return chosen, int(rows[0][2]), encoding
 
 
@@ -415,10 +427,19 @@ def _content_by_sql(connection: Connection, source: Source, encoding: str) -> Co
     )
 
 
+def _column_list(source: Source) -> sql.Composable:
+    """What follows the vector in the select list."""
+    return sql.Composed(
+        [sql.SQL(", {}::bigint").format(sql.Identifier(name)) for name in source.columns]
+    )
+
+
 def _copy_out(connection: Connection, source: Source) -> bytes:
     with (
         connection.cursor() as cursor,
-        cursor.copy(compose("copy_source_rows", **_parts(source))) as copy,
+        cursor.copy(
+            compose("copy_source_rows", columns=_column_list(source), **_parts(source))
+        ) as copy,
     ):
         return b"".join(bytes(piece) for piece in copy)
 
@@ -428,11 +449,14 @@ _COPY_TRAILER = 2
 _ROW_HEAD = struct.Struct(">hiqi")  # fields, id length, id, vector length
 
 
-def _decode_rows(raw: bytes, encoding: str, name: str) -> tuple[npt.NDArray[np.int64], Vectors]:
+def _decode_rows(
+    raw: bytes, encoding: str, source: Source
+) -> tuple[npt.NDArray[np.int64], Vectors, dict[str, npt.NDArray[np.int64]]]:
     """Rows of equal size are one structured array: no loop, one copy to native order."""
     body = memoryview(raw)[_COPY_HEADER : len(raw) - _COPY_TRAILER]
     if not len(body):
-        return np.zeros(0, np.int64), np.zeros((0, 0), np.float16)
+        none = np.zeros(0, np.int64)
+        return none, np.zeros((0, 0), np.float16), dict.fromkeys(source.columns, none)
     size = _ROW_HEAD.unpack_from(body)[3]
     prefix, element = _wire_layout(encoding)
     width = (size - prefix) // element.itemsize
@@ -444,15 +468,31 @@ def _decode_rows(raw: bytes, encoding: str, name: str) -> tuple[npt.NDArray[np.i
             ("size", ">i4"),
             ("prefix", "u1", (prefix,)),
             ("values", element, (width,)),
+            *(
+                part
+                for name in source.columns
+                for part in ((f"{name} size", ">i4"), (f"{name} value", ">i8"))
+            ),
         ]
     )
+    unequal = SchemaError(
+        f"rows of {source.relation} differ in length: a shard needs vectors of one dimension"
+        + (f" and no nulls in {', '.join(source.columns)}" if source.columns else "")
+    )
     if len(body) % row.itemsize:
-        raise SchemaError(f"vectors of {name} differ in length; a shard needs one dimension")
+        raise unequal
     rows = np.frombuffer(body, dtype=row)
-    if not ((rows["size"] == size) & (rows["fields"] == 2) & (rows["id_size"] == 8)).all():
-        raise SchemaError(f"vectors of {name} differ in length; a shard needs one dimension")
+    equal = (rows["size"] == size) & (rows["fields"] == 2 + len(source.columns))
+    for name in source.columns:
+        equal &= rows[f"{name} size"] == 8
+    if not (equal & (rows["id_size"] == 8)).all():
+        raise unequal
     native = np.dtype(np.float32 if encoding == "vector" else np.float16)
-    return rows["id"].astype(np.int64), np.ascontiguousarray(rows["values"]).astype(native)
+    return (
+        rows["id"].astype(np.int64),
+        np.ascontiguousarray(rows["values"]).astype(native),
+        {name: rows[f"{name} value"].astype(np.int64) for name in source.columns},
+    )
 
 
 def _wire_layout(encoding: str) -> tuple[int, np.dtype[Any]]:

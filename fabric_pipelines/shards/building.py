@@ -1,0 +1,245 @@
+"""Build a generation from rows in the database: lease, read, cut, write, publish. One order, one owner.
+
+The lease (with its fencing token) decides who may publish; a lock on the shard's folder keeps two processes of
+one machine apart and lets a restarted one take its lease back at once. A holder that was away too long
+publishes nothing (FencingLost), whatever it has written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_pipelines import __version__
+from fabric_pipelines.analytics.search import Metric
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.vectors import ShardLease, Source
+from fabric_pipelines.errors import AlreadyRunning, StorageFailed, TransientError, UsageError
+from fabric_pipelines.records.receipt import Receipt
+from fabric_pipelines.shards.blocks import map_array
+from fabric_pipelines.shards.content import (
+    LISTS_PER_BLOCK_DEFAULT,
+    IndexSpec,
+    content_of,
+)
+from fabric_pipelines.shards.disk import DISK, Disk
+from fabric_pipelines.shards.generation import (
+    Generation,
+    published_folder,
+    shard_folder,
+    sweep,
+    write_generation,
+)
+from fabric_pipelines.shards.lists import ITERATIONS_DEFAULT
+from fabric_pipelines.shards.manifest import folder_name, read_manifest
+from fabric_pipelines.shards.store import VectorStore, store_of
+
+LEASE_TTL_S = 600.0
+# What decides the bytes of a generation; their digest is the `code` of a recipe.
+BUILDER_MODULES = (
+    "analytics.search",
+    "ledger",
+    "shards.admission",
+    "shards.blocks",
+    "shards.content",
+    "shards.lists",
+    "shards.logical",
+)
+
+
+def build(
+    db: Database | VectorStore,
+    root: Path,
+    name: str,
+    *,
+    relation: str = "fabric.embed",
+    submission_id: str | None = None,
+    filter: str | None = None,
+    columns: Sequence[str] = ("source_row",),
+    lists: int,
+    seed: int,
+    metric: Metric,
+    recipe: Mapping[str, Any],
+    iterations: int = ITERATIONS_DEFAULT,
+    lists_per_block: int = LISTS_PER_BLOCK_DEFAULT,
+    keep_centroids: bool = False,
+    disk: Disk = DISK,
+) -> Generation:
+    """Publish the next generation of shard `name` from the rows of `relation` that the filter keeps.
+
+    recipe: what made the vectors (engine, engine_fingerprint, weights_sha256, ...); index, code and libraries
+    are added here. columns: integer columns that travel beside the vectors. keep_centroids: cut along the
+    current generation's centroids, so that untouched blocks stay the files they are. Raises AlreadyRunning
+    while another holder builds, FencingLost when it lost the lease meanwhile, StorageFailed, UsageError."""
+    spec = IndexSpec(lists, seed, metric, iterations, lists_per_block)
+    source = Source(
+        relation=relation, submission_id=submission_id, filter=filter, columns=tuple(columns)
+    )
+    store = store_of(db)
+    with holding(store, root, name, disk) as lease:
+        folder = shard_folder(root, name)
+        sweep(disk, store, folder, lease)
+        return _build_next(store, root, lease, source, spec, recipe, keep_centroids, disk)
+
+
+def janitor(db: Database | VectorStore, root: Path, name: str, *, disk: Disk = DISK) -> list[str]:
+    """Remove orphans of shard `name`: temp folders and generations never published. Returns their names."""
+    store = store_of(db)
+    with holding(store, root, name, disk) as lease:
+        return sweep(disk, store, shard_folder(root, name), lease)
+
+
+@contextmanager
+def holding(store: VectorStore, root: Path, name: str, disk: Disk = DISK) -> Iterator[ShardLease]:
+    """The shard's folder lock and its lease in the database, both given back at the end."""
+    folder = shard_folder(root, name)
+    if not folder.is_dir():
+        disk.make_folder(folder)
+        disk.sync_folder(folder.parent)
+    with _folder_lock(folder):
+        holder = f"{socket.gethostname()}:{folder.resolve()}"
+        lease = store.acquire_shard(name, holder, ttl_s=LEASE_TTL_S)
+        try:
+            yield lease
+        finally:
+            # A lease that cannot be given back runs out by itself; what was done under it stands.
+            with suppress(TransientError):
+                store.release_shard(lease)
+
+
+def full_recipe(recipe: Mapping[str, Any], spec: IndexSpec) -> dict[str, Any]:
+    """The caller's recipe with index, code and libraries added. UsageError for a key that is ours,
+    SchemaError for a float."""
+    own = {"index": spec.as_json(), "code": code(), "libraries": libraries()}
+    taken = sorted(set(own) & set(recipe))
+    if taken:
+        raise UsageError(f"recipe keys {taken} are written by the build; leave them out")
+    whole = {**recipe, **own}
+    Receipt({}, whole, {})  # refuses floats now, not after an hour of work
+    return whole
+
+
+def code() -> dict[str, str]:
+    """Version, and the sha256 over the sources that decide the bytes."""
+    digest = hashlib.sha256()
+    for module in BUILDER_MODULES:
+        path = importlib.import_module(f"fabric_pipelines.{module}").__file__
+        assert path is not None
+        digest.update(Path(path).read_bytes())
+    return {"version": __version__, "builder_sha256": digest.hexdigest()}
+
+
+def libraries() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "pyarrow": pa.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def _build_next(
+    store: VectorStore,
+    root: Path,
+    lease: ShardLease,
+    source: Source,
+    spec: IndexSpec,
+    recipe: Mapping[str, Any],
+    keep_centroids: bool,
+    disk: Disk,
+) -> Generation:
+    row = store.current_generation(lease.name)
+    # The folder may be gone; then nothing is linked, and a new build is the remedy for it.
+    previous = (
+        shard_folder(root, row.name) / folder_name(row.generation, row.token) if row else None
+    )
+    parents: list[str] = []
+    if keep_centroids:
+        if row is None:
+            raise UsageError(
+                f"shard {lease.name!r} has no generation whose centroids could be kept"
+            )
+        spec = replace(spec, centroids=_centroids(published_folder(root, row), row.manifest_sha256))
+        parents = [
+            found.receipt_id
+            for found in store.find_receipts(shard=row.name, generation=row.generation, limit=1)
+        ]
+    whole = full_recipe(recipe, spec)
+    rows = store.read_source(source)
+    content = content_of(rows, spec, _Beat(store, lease))
+    manifest = content.manifest(
+        name=lease.name,
+        generation=store.last_generation(lease.name) + 1,
+        token=lease.token,
+        spec=spec,
+        source=rows.state.as_json(),
+        recipe=whole,
+        parents=parents,
+    )
+    assert manifest.rows + sum(manifest.quarantined.values()) == manifest.source["rows"]
+    store.renew_shard(lease, ttl_s=LEASE_TTL_S)
+    blocks = {block.path: block for _, block in content.blocks}
+    folder, linked = write_generation(
+        disk, shard_folder(root, lease.name), manifest, blocks, previous
+    )
+    sha256 = hashlib.sha256(manifest.to_bytes()).hexdigest()
+    store.publish_generation(
+        lease,
+        generation=manifest.generation,
+        manifest_sha256=sha256,
+        manifest=manifest.as_json(),
+    )
+    return Generation(folder, manifest, sha256, linked)
+
+
+def _centroids(folder: Path, manifest_sha256: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    manifest = read_manifest(folder, manifest_sha256)
+    entry = manifest.of_role("centroids")[0]
+    return map_array(folder / entry.path, "<f8", (manifest.lists, manifest.dim))
+
+
+class _Beat:
+    """Renews the lease once a third of it has gone."""
+
+    def __init__(self, store: VectorStore, lease: ShardLease) -> None:
+        self._store, self._lease, self._seen_s = store, lease, time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._seen_s > LEASE_TTL_S / 3:
+            self._store.renew_shard(self._lease, ttl_s=LEASE_TTL_S)
+            self._seen_s = now
+
+
+@contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    path = folder / ".lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as fault:
+        raise StorageFailed(
+            f"cannot lock {path}: {fault.strerror}; shards need a folder that this user may write"
+        ) from fault
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise AlreadyRunning(
+                f"another process of this machine builds in {folder}; wait until it is done"
+            ) from fault
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,82 @@
+"""Durable file steps of a generation: each one is finished on disk, or raises one sentence.
+
+A rim of five steps, so that a test can end the world between any two of them. Files are created, never
+overwritten; what is written is fsynced before the call returns, and folders are fsynced by name. An OSError
+becomes a StorageFailed that names the path and what to do; nothing is retried, since after a failed
+fsync the page cache may pretend.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fabric_pipelines.errors import StorageFailed
+
+REMEDIES = {
+    errno.ENOSPC: "the disk is full: free space, then build again",
+    errno.EDQUOT: "the disk quota is used up: free space, then build again",
+    errno.EFBIG: "the file would pass the size limit of this process (ulimit -f)",
+    errno.EROFS: "the file system is read-only: point FABRIC_HOME at a writable one",
+    errno.EACCES: "this user may not write there: check the folder's owner and mode",
+    errno.EPERM: "this user may not write there: check the folder's owner and mode",
+    errno.EXDEV: "the shard folder spans two file systems: keep it on one",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away",
+}
+
+
+class Disk:
+    def make_folder(self, path: Path) -> None:
+        with _reported("create folder", path):
+            path.mkdir(parents=True, exist_ok=True)
+
+    def write_file(self, path: Path, content: bytes | memoryview) -> None:
+        """Create `path` with exactly `content`, durable on return."""
+        with _reported("write", path):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                rest = memoryview(content).cast("B")
+                while rest:
+                    rest = rest[os.write(handle, rest) :]
+                os.fsync(handle)
+                written = os.fstat(handle).st_size
+            finally:
+                os.close(handle)
+            assert written == memoryview(content).nbytes, f"{path} has {written} bytes"
+
+    def link_file(self, old: Path, new: Path) -> None:
+        """The same bytes under a second name; both are immutable."""
+        with _reported("link", new):
+            os.link(old, new)
+
+    def rename(self, old: Path, new: Path) -> None:
+        with _reported("rename to", new):
+            old.replace(new)
+
+    def sync_folder(self, path: Path) -> None:
+        with _reported("fsync folder", path):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def remove_folder(self, path: Path) -> None:
+        with _reported("remove folder", path):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def _reported(step: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        remedy = REMEDIES.get(fault.errno or 0, "look at the disk before building again")
+        raise StorageFailed(f"cannot {step} {path}: {fault.strerror or fault}; {remedy}") from fault
+
+
+DISK = Disk()

@@ -1,0 +1,125 @@
+"""Write one generation as an immutable folder, and remove what never became one.
+
+    .g000042-t7.tmp/  files written and fsynced, folders fsynced  ->  renamed to g000042-t7/, parent fsynced
+    then the row in Postgres, under the fencing token, says that it is current.
+
+A crash between any two steps leaves the older generation whole and current, and an orphan that the sweep of
+the next holder removes. A block whose bytes the previous generation already has is hard-linked, after its
+old file was hashed: rot is not inherited. This module refuses to change or delete what is published.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
+from fabric_pipelines.errors import CorruptionFound, UsageError
+from fabric_pipelines.shards.blocks import Block, file_sha256
+from fabric_pipelines.shards.disk import Disk
+from fabric_pipelines.shards.manifest import FILE_NAME, ShardManifest, folder_name
+from fabric_pipelines.shards.store import VectorStore
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_FOLDER_PATTERN = re.compile(r"g(\d{6,})-t(\d+)")
+_TEMP_PATTERN = re.compile(r"\.g\d{6,}-t\d+\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A published generation: `folder` holds what `manifest` lists. `linked` files came from the one before."""
+
+    folder: Path
+    manifest: ShardManifest
+    manifest_sha256: str
+    linked: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def number(self) -> int:
+        return self.manifest.generation
+
+    @property
+    def token(self) -> int:
+        return self.manifest.token
+
+
+def shard_folder(root: Path, name: str) -> Path:
+    """Raises UsageError for a name that is not one plain folder name."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise UsageError(
+            f"shard name {name!r} cannot be a folder name; use letters, digits, '.', '_' and '-'"
+        )
+    return root / name
+
+
+def write_generation(
+    disk: Disk,
+    folder: Path,
+    manifest: ShardManifest,
+    blocks: dict[str, Block],
+    previous: Path | None,
+) -> tuple[Path, int]:
+    """Write everything `manifest` lists below the shard's `folder`; returns the generation's folder and how
+    many files were linked. `blocks` is by path. Nothing is current until the caller publishes it."""
+    final = folder / manifest.folder_name
+    temp = folder / f".{manifest.folder_name}.tmp"
+    disk.make_folder(temp)
+    linked = 0
+    for path, block in blocks.items():
+        disk.make_folder((temp / path).parent)
+        old = previous / path if previous else None
+        if old and _is_block(old, block):
+            disk.link_file(old, temp / path)
+            linked += 1
+        else:
+            disk.write_file(temp / path, block.content)
+    disk.write_file(temp / FILE_NAME, manifest.to_bytes())
+    for inner in sorted({(temp / path).parent for path in blocks}):
+        disk.sync_folder(inner)
+    disk.sync_folder(temp)
+    disk.rename(temp, final)
+    disk.sync_folder(folder)
+    return final, linked
+
+
+def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> list[str]:
+    """Remove temp folders and generations that were never published; returns their names.
+
+    Only the holder of the newest token may: whoever wrote them holds an older one and can no longer publish."""
+    removed = []
+    for path in sorted(folder.iterdir()):
+        named = _FOLDER_PATTERN.fullmatch(path.name)
+        if named:
+            number, token = int(named[1]), int(named[2])
+            row = store.current_generation(lease.name, number)
+            if token >= lease.token or (row is not None and row.token == token):
+                continue
+        elif not _TEMP_PATTERN.fullmatch(path.name):
+            continue
+        disk.remove_folder(path)
+        removed.append(path.name)
+    return removed
+
+
+def published_folder(root: Path, row: GenerationRow) -> Path:
+    """Where the generation that `row` speaks of must lie. CorruptionFound when it does not."""
+    folder = shard_folder(root, row.name) / folder_name(row.generation, row.token)
+    if not folder.is_dir():
+        raise CorruptionFound(
+            f"{folder} is missing, though the database says generation {row.generation} of shard "
+            f"{row.name!r} is published: bring the folder back, or build the shard anew"
+        )
+    return folder
+
+
+def _is_block(path: Path, block: Block) -> bool:
+    try:
+        same_size = path.stat().st_size == len(block.content)
+    except FileNotFoundError:
+        return False
+    return same_size and file_sha256(path) == block.sha256

@@ -1,0 +1,131 @@
+"""What shards and receipts ask of the database, as one interface: rows, lease, generations, receipts.
+
+Shards speak no SQL. `PostgresStore` passes each question to the data plane; tests may answer from memory
+(testing.vector_store). It refuses to hold state: every answer is the database's at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fabric_pipelines.dataplane import vectors
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.vectors import (
+    GenerationRow,
+    ReceiptRow,
+    ShardLease,
+    Source,
+    SourceRows,
+    SourceState,
+)
+
+
+class VectorStore(Protocol):
+    def read_source(self, source: Source) -> SourceRows:
+        """All rows with their state, in one repeatable-read transaction."""
+
+    def source_state(self, source: Source) -> SourceState:
+        """The state alone, for a check that moves no vectors."""
+
+    def acquire_shard(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+        """A fencing token above every earlier one. AlreadyRunning while another holder's lease runs."""
+
+    def renew_shard(self, lease: ShardLease, *, ttl_s: float) -> None:
+        """FencingLost when a newer token exists or the lease ran out."""
+
+    def release_shard(self, lease: ShardLease) -> bool: ...
+
+    def last_generation(self, name: str) -> int: ...
+
+    def publish_generation(
+        self,
+        lease: ShardLease,
+        *,
+        generation: int,
+        manifest_sha256: str,
+        manifest: Mapping[str, Any],
+    ) -> GenerationRow:
+        """Make it current, in one statement that checks the lease. FencingLost for an older token."""
+
+    def current_generation(self, name: str, generation: int | None = None) -> GenerationRow | None:
+        """The newest generation, or the one of that number."""
+
+    def insert_receipt(
+        self, *, receipt_id: str, shard: str, generation: int, statement: Mapping[str, Any]
+    ) -> bool:
+        """Idempotent: the same receipt twice is one row."""
+
+    def find_receipt(self, receipt_id: str) -> ReceiptRow | None:
+        """By id or unambiguous prefix."""
+
+    def find_receipts(
+        self, *, shard: str | None = None, generation: int | None = None, limit: int = 100
+    ) -> list[ReceiptRow]:
+        """Newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresStore:
+    database: Database
+
+    def read_source(self, source: Source) -> SourceRows:
+        return vectors.read_source(self.database, source)
+
+    def source_state(self, source: Source) -> SourceState:
+        return vectors.source_state(self.database, source)
+
+    def acquire_shard(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+        return vectors.acquire_shard(self.database, name, holder, ttl_s=ttl_s)
+
+    def renew_shard(self, lease: ShardLease, *, ttl_s: float) -> None:
+        vectors.renew_shard(self.database, lease, ttl_s=ttl_s)
+
+    def release_shard(self, lease: ShardLease) -> bool:
+        return vectors.release_shard(self.database, lease)
+
+    def last_generation(self, name: str) -> int:
+        return vectors.last_generation(self.database, name)
+
+    def publish_generation(
+        self,
+        lease: ShardLease,
+        *,
+        generation: int,
+        manifest_sha256: str,
+        manifest: Mapping[str, Any],
+    ) -> GenerationRow:
+        return vectors.publish_generation(
+            self.database,
+            lease,
+            generation=generation,
+            manifest_sha256=manifest_sha256,
+            manifest=manifest,
+        )
+
+    def current_generation(self, name: str, generation: int | None = None) -> GenerationRow | None:
+        return vectors.current_generation(self.database, name, generation)
+
+    def insert_receipt(
+        self, *, receipt_id: str, shard: str, generation: int, statement: Mapping[str, Any]
+    ) -> bool:
+        return vectors.insert_receipt(
+            self.database,
+            receipt_id=receipt_id,
+            shard=shard,
+            generation=generation,
+            statement=statement,
+        )
+
+    def find_receipt(self, receipt_id: str) -> ReceiptRow | None:
+        return vectors.find_receipt(self.database, receipt_id)
+
+    def find_receipts(
+        self, *, shard: str | None = None, generation: int | None = None, limit: int = 100
+    ) -> list[ReceiptRow]:
+        return vectors.find_receipts(self.database, shard=shard, generation=generation, limit=limit)
+
+
+def store_of(db: Database | VectorStore) -> VectorStore:
+    return PostgresStore(db) if isinstance(db, Database) else db

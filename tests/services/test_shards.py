@@ -1,0 +1,140 @@
+"""Shards on a real Postgres: landed rows in, published generations out, whatever happens to the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_pipelines import shards
+from fabric_pipelines.analytics.reference.flat_topk import flat_topk
+from fabric_pipelines.dataplane import vectors
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.errors import AlreadyRunning, FencingLost, SchemaError
+from fabric_pipelines.shards.disk import Disk
+from tests.support_completions import pulled_batch
+
+ROWS, DIM = 300, 16
+
+
+def land(database: Database, first: int = 0, rows: int = ROWS, **more: object) -> None:
+    writer = Writer(database)
+    try:
+        writer.land(pulled_batch(rows, function="embed", first=first, dim=DIM, **more))
+    finally:
+        writer.close()
+
+
+def build(database: Database, root: Path, **changes: object) -> shards.Generation:
+    wanted = {
+        "lists": 6,
+        "seed": 3,
+        "metric": "cosine",
+        "recipe": {"engine": "e"},
+        "lists_per_block": 2,
+    } | changes
+    return shards.build(database, root, "corpus", **wanted)
+
+
+def test_landed_rows_become_a_shard_that_searches_like_brute_force(
+    database: Database, tmp_path: Path
+) -> None:
+    land(database)
+    generation = build(database, tmp_path, submission_id="5" * 64)
+    rows = vectors.read_source(database, vectors.Source())
+    with shards.open_shard(database, tmp_path, "corpus") as shard:
+        _, found = shard.search(rows.vectors[:12], 10)
+        _, truth, _ = flat_topk(rows.vectors[:12], rows.vectors, rows.ids, 10, metric="cosine")
+        np.testing.assert_array_equal(found, truth)
+        # task ids and source rows were landed in step
+        assert shard.columns()["source_row"].to_pylist() == (shard.ids() & 0xFFFF).tolist()
+    assert generation.manifest.source["rows"] == ROWS
+    assert generation.manifest.source["cluster"] == database.cluster_id
+    assert generation.manifest.source["submission_id"] == "5" * 64
+
+
+def test_more_rows_make_the_next_generation_and_a_reader_keeps_its_own(
+    database: Database, tmp_path: Path
+) -> None:
+    land(database)
+    build(database, tmp_path)
+    with shards.open_shard(database, tmp_path, "corpus") as old:
+        land(database, first=ROWS, rows=50)
+        assert build(database, tmp_path, keep_centroids=True).number == 2
+        assert old.search(np.ones((1, DIM)), ROWS + 50).found.tolist() == [ROWS]
+    with shards.open_shard(database, tmp_path, "corpus") as new:
+        assert new.search(np.ones((1, DIM)), ROWS + 50).found.tolist() == [ROWS + 50]
+    with shards.open_shard(database, tmp_path, "corpus", 1) as first:
+        assert first.manifest.rows == ROWS
+
+
+def test_a_column_that_cannot_travel_is_refused_by_name(database: Database, tmp_path: Path) -> None:
+    land(database)
+    with pytest.raises(SchemaError, match=r"column 'engine' of fabric\.embed is text"):
+        build(database, tmp_path, columns=["engine"])
+    with pytest.raises(SchemaError, match="no column 'colour'"):
+        build(database, tmp_path, columns=["colour"])
+    with database.session() as connection:
+        connection.execute("alter table fabric.embed add shade int")
+    with pytest.raises(SchemaError, match="no nulls in shade"):
+        build(database, tmp_path, columns=["shade"])
+
+
+def test_a_zombie_holder_publishes_nothing(database: Database, tmp_path: Path) -> None:
+    """Its lease ends while it writes; another holder takes over with a newer token."""
+    land(database)
+
+    class Overtaken(Disk):
+        def rename(self, old: Path, new: Path) -> None:
+            with database.session() as connection:
+                connection.execute("update fabric.shard_lease set expires = clock_timestamp()")
+            assert vectors.acquire_shard(database, "corpus", "elsewhere", ttl_s=60).token == 2
+            super().rename(old, new)
+
+    with pytest.raises(FencingLost, match="no longer holds"):
+        build(database, tmp_path, disk=Overtaken())
+    assert vectors.current_generation(database, "corpus") is None
+    with pytest.raises(AlreadyRunning, match="leased to elsewhere"):
+        build(database, tmp_path)
+
+
+def _build_and_die(url: str, root: Path, step: int) -> None:
+    class Killing(Disk):
+        steps = 0
+
+        def __getattribute__(self, name: str) -> object:
+            if name in Disk.__dict__ and not name.startswith("_"):
+                Killing.steps += 1
+                if Killing.steps == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getattribute__(name)
+
+    build(Database(url), root, disk=Killing())
+
+
+@pytest.mark.parametrize("step", [3, 9, 24])
+def test_kill_nine_while_building_leaves_the_old_generation_and_the_next_build_takes_the_lease_back(
+    database: Database, tmp_path: Path, step: int
+) -> None:
+    land(database)
+    build(database, tmp_path)
+    land(database, first=ROWS, rows=20)
+    child = multiprocessing.get_context("spawn").Process(
+        target=_build_and_die, args=(database.url, tmp_path, step)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    child.close()
+    assert shards.scrub(database, tmp_path, "corpus").ok
+    with shards.open_shard(database, tmp_path, "corpus") as shard:
+        assert shard.manifest.rows == ROWS
+    second = build(database, tmp_path)
+    assert (second.number, second.manifest.rows) == (2, ROWS + 20)
+    left = {path.name for path in (tmp_path / "corpus").iterdir()}
+    assert left == {".lock", "g000001-t1", "g000002-t3"}
