@@ -52,9 +52,7 @@ def finished_submissions(
             yield _request(context, name, run)
 
 
-def _due(
-    instance: dg.DagsterInstance, broker: BrokerResource, workload: Workload
-) -> list[str]:
+def _due(instance: dg.DagsterInstance, broker: BrokerResource, workload: Workload) -> list[str]:
     """Partitions that are finished in the broker and not published, unless a run is on them."""
     in_flight = instance.get_run_records(
         dg.RunsFilter(tags={RESULTS_TAG: workload.name}, statuses=list(IN_FLIGHT)), limit=1

@@ -8,12 +8,20 @@ from typing import Any
 
 import dagster as dg
 
+from assets.indexes import NEAR_DUPLICATES_KEY, RECALL_AT, RECEIPT_KEY, SHARD, SHARD_KEY
 from assets.lineage import latest, latest_submission, require_latest, results_key
+from fabric_pipelines import receipts
+from fabric_pipelines.shards import recall_of
 from fabric_pipelines.workloads import synthetic
 from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from resources.broker import BrokerResource
+from resources.database import DatabaseResource
+from resources.shards import ShardsResource
 
-VERIFIER_PASS_RATE_LEAST = 0.05  # a 135M model answers few puzzles; below this the prompts are broken
+VERIFIER_PASS_RATE_LEAST = (
+    0.05  # a 135M model answers few puzzles; below this the prompts are broken
+)
+FOUND_SHARE_LEAST = 0.95
 
 
 def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
@@ -25,7 +33,9 @@ def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
         blocking=True,
         description="Nothing was lost: tasks = rows landed + dead letters, and the ledger's balance is 0.",
     )
-    def balance(context: dg.AssetCheckExecutionContext, broker: BrokerResource) -> dg.AssetCheckResult:
+    def balance(
+        context: dg.AssetCheckExecutionContext, broker: BrokerResource
+    ) -> dg.AssetCheckResult:
         total = broker.status().total
         off = {name: total[f"balance_{name}"] for name in ("tasks", "tokens", "fingerprint")}
         lost = open_tasks = dead = submissions = 0
@@ -60,7 +70,9 @@ def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
     description="Share of puzzles that the verifiers accept; a warning, since it is the model's doing.",
 )
 def verifier_pass_rate(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-    rate = float(require_latest(context.instance, results_key(synthetic.NAME))["verifier_pass_rate"])
+    rate = float(
+        require_latest(context.instance, results_key(synthetic.NAME))["verifier_pass_rate"]
+    )
     return dg.AssetCheckResult(
         passed=rate >= VERIFIER_PASS_RATE_LEAST,
         severity=dg.AssetCheckSeverity.WARN,
@@ -68,4 +80,62 @@ def verifier_pass_rate(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckR
     )
 
 
-checks: list[Any] = [*(balance_check(workload) for workload in WORKLOADS.values()), verifier_pass_rate]
+@dg.asset_check(
+    asset=RECEIPT_KEY,
+    blocking=True,
+    description="Files, manifest and source still are what the receipt says.",
+)
+def receipt_verifies(
+    context: dg.AssetCheckExecutionContext, database: DatabaseResource, shards: ShardsResource
+) -> dg.AssetCheckResult:
+    issued = require_latest(context.instance, RECEIPT_KEY)
+    verdict = receipts.verify(database.of(), shards.root, issued["receipt_id"])
+    return dg.AssetCheckResult(
+        passed=verdict.ok,
+        metadata={
+            "receipt_id": issued["receipt_id"],
+            "differences": dg.MetadataValue.json([str(item) for item in verdict.differences]),
+        },
+    )
+
+
+@dg.asset_check(
+    asset=SHARD_KEY,
+    description="Exact search finds what a float64 brute force over the rows in Postgres finds: recall@10 is 1.",
+)
+def exact_search_is_exact(
+    context: dg.AssetCheckExecutionContext, database: DatabaseResource, shards: ShardsResource
+) -> dg.AssetCheckResult:
+    built = require_latest(context.instance, SHARD_KEY)
+    with shards.open(database.of(), SHARD, built["generation"]) as shard:
+        found = recall_of(database.of(), shard, RECALL_AT)
+    return dg.AssetCheckResult(
+        passed=found.recall == 1.0,
+        metadata={
+            f"recall_at_{RECALL_AT}": found.recall,
+            "queries": found.queries,
+            "rows": found.rows,
+        },
+    )
+
+
+@dg.asset_check(
+    asset=NEAR_DUPLICATES_KEY,
+    description="Nearly all verses that repeat each other word for word are among each other's neighbours.",
+)
+def known_near_duplicates_found(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    found = require_latest(context.instance, NEAR_DUPLICATES_KEY)
+    share = float(found["found_share"])
+    return dg.AssetCheckResult(
+        passed=share >= FOUND_SHARE_LEAST,
+        metadata={"found_share": share, "least": FOUND_SHARE_LEAST},
+    )
+
+
+checks: list[Any] = [
+    *(balance_check(workload) for workload in WORKLOADS.values()),
+    verifier_pass_rate,
+    receipt_verifies,
+    exact_search_is_exact,
+    known_near_duplicates_found,
+]

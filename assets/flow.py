@@ -13,6 +13,7 @@ from typing import Any
 
 import dagster as dg
 import pyarrow as pa
+from fabric_pipelines.broker.replies import SubmissionState
 
 from assets.lineage import (
     SubmissionRef,
@@ -21,7 +22,6 @@ from assets.lineage import (
     submission_key,
 )
 from assets.metadata import Metadata, Published, of_results, of_submission
-from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.workloads.catalogue import Workload
 from fabric_pipelines.workloads.request import WHOLE, Prepared
@@ -41,7 +41,10 @@ Describe = Callable[[Mapping[str, Any], pa.Table], Metadata]
 
 
 def submission_asset(
-    workload: Workload, *, description: str, partitions_def: dg.PartitionsDefinition[str] | None = None
+    workload: Workload,
+    *,
+    description: str,
+    partitions_def: dg.PartitionsDefinition[str] | None = None,
 ) -> dg.AssetsDefinition:
     @dg.op(
         name=f"tokenise_{workload.name}",
@@ -144,9 +147,7 @@ def results_asset(
     @dg.graph_asset(
         key=results_key(workload.name),
         description=description,
-        ins={
-            "submission": dg.AssetIn(key=submission_key(workload.name), dagster_type=dg.Nothing)
-        },
+        ins={"submission": dg.AssetIn(key=submission_key(workload.name), dagster_type=dg.Nothing)},
         partitions_def=partitions_def,
         backfill_policy=_backfill(partitions_def),
         code_version=workload.code_version,

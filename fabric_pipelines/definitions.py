@@ -34,9 +34,7 @@ WORKLOAD_MODULES = (synthetic, probes, hidden_states, embeddings, indexes)
 def build_defs(resource_overrides: Mapping[str, Any] | None = None) -> dg.Definitions:
     """Everything in the code location; `resource_overrides` replaces resources by name."""
     return dg.Definitions(
-        assets=[
-            with_policy(asset) for module in WORKLOAD_MODULES for asset in module.assets
-        ],
+        assets=[with_policy(asset) for module in WORKLOAD_MODULES for asset in module.assets],
         asset_checks=checks.checks,
         sensors=[automation.finished_submissions],
         schedules=[automation.nightly_submissions],
@@ -67,7 +65,9 @@ def resources_of(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def with_policy(asset: dg.AssetsDefinition) -> dg.AssetsDefinition:
     return asset.map_asset_specs(
         lambda spec: spec.replace_attributes(
-            owners=[OWNER], group_name=spec.key.path[0], kinds=KINDS.get(spec.key.path[-1], INDEX_KINDS)
+            owners=[OWNER],
+            group_name=spec.key.path[0],
+            kinds=KINDS.get(spec.key.path[-1], INDEX_KINDS),
         ).merge_attributes(tags={"fabric/workload": spec.key.path[0]})
     )
 

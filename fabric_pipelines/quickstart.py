@@ -11,40 +11,22 @@ requests, so the same run is what the UI offers.
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import dagster as dg
-
-from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
 from assets.flow import WAIT_TAG
-from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
-from fabric_pipelines import models, receipts, supervise
-from fabric_pipelines.broker.client import BrokerClient
-from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
-from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
-from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.lake import Lake
-from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted
-from fabric_pipelines.settings import Settings
-from fabric_pipelines.telemetry import ProgressBoard
-from fabric_pipelines.worker.engines.registry import engine_spec
-from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from fabric_pipelines.workloads.corpus import BOOKS
-from fabric_pipelines.workloads.request import EngineChoice, Prepared
-from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
 SAMPLES = 10
-RUN_TAGS = {WAIT_TAG: "true", RANGE_START: BOOKS[0], RANGE_END: BOOKS[-1], "fabric/run": "quickstart"}
+RUN_TAGS = {
+    WAIT_TAG: "true",
+    RANGE_START: BOOKS[0],
+    RANGE_END: BOOKS[-1],
+    "fabric/run": "quickstart",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pyarrow as pa
+from fabric_pipelines.broker.replies import SubmissionState
 from pydantic import Field
 
-from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.dataplane import results
 from resources.broker import BrokerResource
 from resources.database import DatabaseResource
@@ -28,5 +28,4 @@ class CompletionResource(FabricResource):
 
     def landed(self, function: str, submission_id: str) -> pa.Table:
         """Result rows of one submission, ordered by task id."""
-        with self.database.open() as database:
-            return results.read(database, function=function, submission_id=submission_id)
+        return results.read(self.database.of(), function=function, submission_id=submission_id)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from fabric_pipelines.dataplane.database import Database, database_url
+from fabric_pipelines.dataplane.database import Database
 from resources.fabric import FabricResource
 
 
 class DatabaseResource(FabricResource):
-    @contextmanager
-    def open(self) -> Iterator[Database]:
-        yield Database(database_url(self.settings()))
+    def of(self) -> Database:
+        """A database by URL; it opens a connection for each piece of work and holds none."""
+        return Database.of(self.settings())

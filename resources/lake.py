@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pyarrow as pa
-
 from fabric_pipelines.dataplane.lake import Artifact, Lake
+
 from resources.fabric import FabricResource
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
+
 from fabric_pipelines.errors import BrokerUnavailable
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.submission import Submission
