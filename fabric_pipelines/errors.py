@@ -3,6 +3,7 @@
     FabricError
     ├── TransientError          may be retried: the world was busy, gone or full for now
     │   ├── BrokerUnavailable       no broker answers at the endpoint
+    │   │   └── NotAttached             it answers but does not know this session: attach again
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
     │   ├── EngineBusy              the engine takes no more work right now
@@ -51,6 +52,10 @@ class TransientError(FabricError):
 
 class BrokerUnavailable(TransientError):
     pass
+
+
+class NotAttached(BrokerUnavailable):
+    """The broker restarted, or gave this session up; `attach` with the ids still held goes on."""
 
 
 class DatabaseUnavailable(TransientError):

@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""Computed tasks become durable results: pull from the broker, land, and only then retire."""

@@ -32,6 +32,7 @@ from fabric_pipelines.settings import Settings, redact
 
 SERVER_VERSION_LEAST = 150000
 CONNECT_TIMEOUT_S = 10
+SILENCE_MS = 60_000
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -77,6 +78,7 @@ class Database:
                     self.url,
                     autocommit=True,
                     connect_timeout=CONNECT_TIMEOUT_S,
+                    tcp_user_timeout=SILENCE_MS,  # a host that vanished is away, not slow
                     application_name=self.application,
                 )
             except psycopg.ProgrammingError as fault:

@@ -161,3 +161,43 @@ delete from {stage}
 -- name: acknowledge
 insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size)
 values (%(function)s, %(first_task)s, %(last_task)s, %(rows)s, %(inserted)s, %(dead)s, %(size)s);
+
+-- name: read_results
+select {columns} from {table} where {filter} order by task_id
+
+-- name: has_submission
+select exists (select from {table} where submission_id = %(submission_id)s)
+
+-- name: read_dead_letters
+select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
+       engine_fingerprint, attempts, landed_at
+from fabric.dead_letters
+where (%(function)s::text is null or function = %(function)s)
+  and (%(submission_id)s::text is null or submission_id = %(submission_id)s)
+order by task_id;
+
+-- name: count_results
+select 'generate', count(*) from fabric.generate
+union all select 'embed', count(*) from fabric.embed
+union all select 'hidden_states', count(*) from fabric.hidden_states
+union all select 'results', count(*) from fabric.results
+union all select 'dead_letters', count(*) from fabric.dead_letters;
+
+-- name: unaccounted
+-- An anti-join by id: rates or totals of two definitions can differ while nothing is missing.
+select id
+from unnest(%(task_ids)s::bigint[]) as asked (id)
+where not exists (select from fabric.generate where task_id = id)
+  and not exists (select from fabric.embed where task_id = id)
+  and not exists (select from fabric.hidden_states where task_id = id)
+  and not exists (select from fabric.results where task_id = id)
+  and not exists (select from fabric.dead_letters where task_id = id)
+order by id;
+
+-- name: record_artifact
+insert into fabric.artifacts (uri, sha256, size, rows)
+values (%(uri)s, %(sha256)s, %(size)s, %(rows)s)
+on conflict (uri) do nothing;
+
+-- name: find_artifact
+select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from fabric_pipelines.errors import UsageError
-from fabric_pipelines.records.task import token_counts
+from fabric_pipelines.records.task import logical_columns, token_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +63,37 @@ class Submission:
             raise UsageError(f"not a submission header: {fault}") from fault
 
 
-def fingerprint_of(batches: Iterable[pa.RecordBatch]) -> tuple[int, int, str]:
-    """(tasks, tokens, hex sha256) of the batches' logical content in order.
+class Fingerprinter:
+    """Running totals and sha256 over the logical content of task batches in order.
 
     Independent of how rows are cut into batches and of Arrow's physical layout: hashed are, column by
-    column per row block of the whole, lengths and values, never raw buffers with offsets.
+    column over the whole, lengths and values, never raw buffers with offsets.
     """
-    tasks = tokens = 0
-    parts = {
-        name: hashlib.sha256() for name in ("tokens", "lengths", "new", "rows", "meta", "metalen")
-    }
-    for batch in batches:
+
+    __slots__ = ("_parts", "tasks", "tokens")
+
+    def __init__(self) -> None:
+        self.tasks = self.tokens = 0
+        self._parts = {
+            name: hashlib.sha256()
+            for name in ("tokens", "lengths", "new", "rows", "meta", "metalen")
+        }
+
+    def update(self, batch: pa.RecordBatch) -> None:
         lengths = token_counts(batch)
-        tasks += batch.num_rows
-        tokens += int(lengths.sum())
-        parts["tokens"].update(
-            np.ascontiguousarray(batch.column("tokens").flatten().to_numpy()).data
-        )
-        parts["lengths"].update(np.ascontiguousarray(lengths).data)
-        parts["new"].update(np.ascontiguousarray(batch.column("max_new_tokens").to_numpy()).data)
-        parts["rows"].update(np.ascontiguousarray(batch.column("source_row").to_numpy()).data)
-        for value in batch.column("metadata").to_pylist():
-            parts["meta"].update(value)
-            parts["metalen"].update(len(value).to_bytes(8, "little"))
-    whole = hashlib.sha256(b"".join(parts[name].digest() for name in sorted(parts)))
-    return tasks, tokens, whole.hexdigest()
+        self.tasks += batch.num_rows
+        self.tokens += int(lengths.sum())
+        for name, content in zip(self._parts, logical_columns(batch), strict=True):
+            self._parts[name].update(content)
+
+    def hexdigest(self) -> str:
+        parts = self._parts
+        return hashlib.sha256(b"".join(parts[name].digest() for name in sorted(parts))).hexdigest()
+
+
+def fingerprint_of(batches: Iterable[pa.RecordBatch]) -> tuple[int, int, str]:
+    """(tasks, tokens, hex sha256) of the batches' logical content in order, see Fingerprinter."""
+    running = Fingerprinter()
+    for batch in batches:
+        running.update(batch)
+    return running.tasks, running.tokens, running.hexdigest()

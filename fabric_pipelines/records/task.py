@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_pipelines.errors import SchemaError
-from fabric_pipelines.records.arrow import require_schema
+from fabric_pipelines.records.arrow import crc32c, require_schema
 
 TASK_SCHEMA = pa.schema(
     [
@@ -55,6 +55,32 @@ def token_counts(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         pc.list_value_length(batch.column("tokens")).cast(pa.int64()).to_numpy(zero_copy_only=False)
     )
     return lengths
+
+
+def logical_columns(batch: pa.RecordBatch) -> list[memoryview]:
+    """Content of a task batch as six byte strings: token ids, prompt lengths, max_new_tokens, source_row,
+    metadata, metadata lengths (lengths as int64). The same rows give the same bytes however they are sliced."""
+    metadata = batch.column("metadata")
+    offsets = np.frombuffer(metadata.buffers()[1], np.int32)[
+        metadata.offset : metadata.offset + len(metadata) + 1
+    ]
+    blob = memoryview(metadata.buffers()[2] or b"")[int(offsets[0]) : int(offsets[-1])]
+    arrays = (
+        batch.column("tokens").flatten().to_numpy(),
+        token_counts(batch),
+        batch.column("max_new_tokens").to_numpy(),
+        batch.column("source_row").to_numpy(),
+    )
+    return [
+        *(np.ascontiguousarray(array).data for array in arrays),
+        blob,
+        np.diff(offsets).astype(np.int64).data,
+    ]
+
+
+def column_checksums(batch: pa.RecordBatch) -> list[int]:
+    """CRC32C of each of `logical_columns`; travels with a batch and is checked before it is journaled."""
+    return [crc32c(content) for content in logical_columns(batch)]
 
 
 def require_task_batch(batch: pa.RecordBatch, *, vocab_size: int | None = None) -> None:

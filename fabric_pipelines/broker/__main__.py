@@ -1,0 +1,109 @@
+"""The broker process: journal, owner, socket; one ready line on stdout; SIGTERM or SIGINT ends it cleanly.
+
+Settings come from the environment and fabric.toml. A second broker on the same journal is refused by its lock;
+a socket file that a dead broker left behind is removed, one that somebody answers on is not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.broker.desk import Desk
+from fabric_pipelines.broker.owner import Fatal, Owner
+from fabric_pipelines.broker.server import BrokerServer
+from fabric_pipelines.broker.wire import UNIX, require_local
+from fabric_pipelines.errors import AlreadyRunning, FabricError, StorageFailed
+from fabric_pipelines.journal import Journal
+from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
+
+EXIT_FATAL = 70
+STOP_WAIT_S = 5.0
+
+
+def main() -> int:
+    try:
+        return serve(settings_module.load())
+    except (FabricError, Fatal) as fault:
+        print(f"broker: {fault}", file=sys.stderr, flush=True)  # noqa: T201 - its one sentence
+        return getattr(fault, "exit_code", EXIT_FATAL)
+
+
+def serve(settings: Settings) -> int:
+    """Runs until a signal. Raises what keeps it from starting."""
+    endpoint = require_local(settings.broker_endpoint)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with Journal.open(settings.journal_dir, segment_bytes=settings.segment_bytes) as journal:
+        _free_socket(endpoint)
+        limits = Limits(
+            lease_s=settings.lease_ms / 1000,
+            attempts_max=settings.attempts_max,
+            computed_high_water=settings.computed_high_water_tasks,
+        )
+        owner = Owner(journal, limits, journal_high_water=settings.journal_high_water_bytes)
+        desk = Desk(owner, _end)
+        desk.start()
+        server = BrokerServer(endpoint, desk)
+        print(  # noqa: T201 - the supervisor waits for this line
+            f"broker ready on {endpoint} journal {journal.journal_id} incarnation "
+            f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
+            flush=True,
+        )
+        stop.wait()
+        _shut(server, desk)
+    return 0
+
+
+def _end(sentence: str) -> None:
+    """The owner cannot go on: no answer may leave any more, so nothing is unwound."""
+    print(f"broker: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(EXIT_FATAL)
+
+
+def _shut(server: BrokerServer, desk: Desk) -> None:
+    """Answer what was asked, then close. A producer that holds its stream open is cut off after a while; what
+    it sent is safe."""
+    closing = threading.Thread(target=server.shutdown, daemon=True)
+    desk.stop()
+    closing.start()
+    closing.join(STOP_WAIT_S)
+
+
+def _free_socket(endpoint: str) -> None:
+    if not endpoint.startswith(UNIX):
+        return
+    path = Path(endpoint.removeprefix(UNIX))
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+        raise StorageFailed(
+            f"socket path {path} is longer than {UNIX_PATH_BYTES_MAX} bytes: set FABRIC_HOME or "
+            "FABRIC_BROKER_URL to a shorter one"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()  # its broker died without taking it along
+            return
+        except OSError as fault:
+            raise AlreadyRunning(
+                f"{path} is in the way ({fault}): remove it or set FABRIC_BROKER_URL"
+            ) from fault
+    raise AlreadyRunning(
+        f"another broker listens on {path}: stop it with `fabric down`, or set FABRIC_BROKER_URL"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""The client: the broker's door for producers, workers, completion and questions.
+
+Create it after fork or spawn, never before (gRPC threads do not survive a fork); it is for one thread. Errors
+have the type they were raised with on the other side; no broker is BrokerUnavailable. A session's name outlives
+the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again with the ids it still holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from fabric_pipelines.broker.envelope import Part, as_part
+from fabric_pipelines.broker.replies import (
+    PROTOCOL_VERSION,
+    AttachReply,
+    BrokerInfo,
+    BrokerStatus,
+    ComputedReply,
+    RenewReply,
+    SubmissionState,
+    VerifyReport,
+    attach_reply,
+    broker_status,
+)
+from fabric_pipelines.broker.wire import (
+    from_flight_error,
+    message,
+    raise_error,
+    read_message,
+    require_local,
+)
+from fabric_pipelines.errors import (
+    BrokerUnavailable,
+    FabricError,
+    SchemaError,
+    SubmissionConflict,
+    VersionRefused,
+)
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
+from fabric_pipelines.records.completion import COMPLETION_SCHEMA
+from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
+
+__all__ = [
+    "AttachReply",
+    "BrokerClient",
+    "BrokerInfo",
+    "BrokerStatus",
+    "ComputedReply",
+    "RenewReply",
+    "SubmissionState",
+    "VerifyReport",
+]
+
+UPLOADS_OUTSTANDING = 4
+SLOW_CALL_S = 600.0
+# gRPC backs off for up to two minutes after failures, and shares that state between channels of a process.
+CHANNEL_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+# a list, a numpy or an Arrow array; pyarrow has no types, which makes any union with it no type either
+TaskIds: TypeAlias = Any
+
+
+class BrokerClient:
+    def __init__(
+        self, endpoint: str, *, role: str, session: str | None = None, timeout_s: float = 10
+    ) -> None:
+        self.endpoint = require_local(endpoint)
+        self.role = role
+        self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
+        self.timeout_s = timeout_s
+        self.hold_reason = ""
+        self._client: flight.FlightClient | None = None
+        self._lease_call = 0
+
+    def __enter__(self) -> BrokerClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection. The session stays as it is: see `detach`."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    # -- anyone
+
+    def hello(self) -> BrokerInfo:
+        head, _ = self._call("hello", {})
+        info = BrokerInfo(**head)
+        if info.protocol != PROTOCOL_VERSION:
+            raise VersionRefused(
+                f"the broker at {self.endpoint} speaks protocol {info.protocol}, this client "
+                f"{PROTOCOL_VERSION}: install the same fabric-pipelines on both sides"
+            )
+        return info
+
+    def status(self) -> BrokerStatus:
+        return broker_status(self._call("status", {})[0])
+
+    def verify(self) -> VerifyReport:
+        """The broker rebuilds its state from the log alone and compares; it serves nobody meanwhile."""
+        return VerifyReport(**self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
+
+    def drain(self) -> None:
+        """Take no new tasks from now on (until the broker restarts); what is there goes on."""
+        self._call("drain", {})
+
+    # -- producer
+
+    def submit(self, submission: Submission, batches: Iterable[pa.RecordBatch]) -> SubmissionState:
+        """Returns once every batch is durable and the submission closed. Idempotent: after any error call it
+        again with the same content, cut as you like; rows that arrived before are not sent again.
+
+        Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
+        Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
+        """
+        descriptor = flight.FlightDescriptor.for_command(submission.to_json().encode())
+        try:
+            writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
+        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            raise self._fault(fault) from fault
+        try:
+            with writer:
+                state = self._upload(writer, reader, batches)
+                if not state.closed:
+                    writer.done_writing()
+                    while not state.closed and (more := _read_answer(reader)) is not None:
+                        state = more
+        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            raise self._fault(fault) from fault
+        if not state.closed:
+            head, _ = self._call("close", {"submission_id": submission.submission_id})
+            state = SubmissionState(**head)
+        return state
+
+    def _upload(
+        self, writer: Any, reader: Any, batches: Iterable[pa.RecordBatch]
+    ) -> SubmissionState:
+        state = _require_answer(reader, self.endpoint)
+        if state.closed:
+            return state
+        outstanding = 0
+        for first_row, batch in _from_row(batches, state.enqueued):
+            require_schema(batch, TASK_SCHEMA, "task batch")
+            note = {"first_row": first_row, "crc32c": column_checksums(batch)}
+            try:
+                writer.write_with_metadata(batch, json.dumps(note).encode())
+            except (flight.FlightError, pa.ArrowException, OSError):
+                # the other side gave up: its reason is among the answers
+                while outstanding:
+                    state = _require_answer(reader, self.endpoint)
+                    outstanding -= 1
+                raise
+            outstanding += 1
+            if outstanding == UPLOADS_OUTSTANDING:
+                state = _require_answer(reader, self.endpoint)
+                outstanding -= 1
+        for _ in range(outstanding):
+            state = _require_answer(reader, self.endpoint)
+        return state
+
+    def submission(self, submission_id: str) -> SubmissionState | None:
+        state = self._call("submission", {"submission_id": submission_id})[0]["state"]
+        return None if state is None else SubmissionState(**state)
+
+    def wait(
+        self,
+        submission_id: str,
+        *,
+        timeout_s: float | None = None,
+        on_progress: Callable[[SubmissionState], None] | None = None,
+    ) -> SubmissionState:
+        """Until every task is retired or dead; after `timeout_s` the state as it is (see `finished`). A broker
+        that restarts meanwhile is waited for, up to the client's own timeout."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        pause_s, away_since = 0.02, None
+        while True:
+            try:
+                state = self.submission(submission_id)
+                away_since = None
+            except BrokerUnavailable:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > self.timeout_s:
+                    raise
+                state = None
+            else:
+                if state is None:
+                    raise SubmissionConflict(
+                        f"submission {submission_id[:12]} is not known to the broker at {self.endpoint}"
+                    )
+                if on_progress is not None:
+                    on_progress(state)
+                if state.finished or (until is not None and time.monotonic() >= until):
+                    return state
+            pause_s = min(pause_s * 1.5, 0.5)
+            left = pause_s if until is None else until - time.monotonic()
+            time.sleep(max(0.0, min(pause_s, left)))
+
+    # -- consumer
+
+    def attach(
+        self,
+        *,
+        engine: str,
+        engine_fingerprint: str,
+        device: str,
+        profile: Profile,
+        held: Sequence[int] = (),
+    ) -> AttachReply:
+        """Begin, or go on after the broker restarted. `held` is all that this session still works on: what
+        it does not name comes back, what the reply does not accept is lost to it."""
+        head = {
+            "engine": engine,
+            "engine_fingerprint": engine_fingerprint,
+            "device": device,
+            "profile": profile.as_json(),
+        }
+        reply, _ = self._call("attach", head, ids_part(held))
+        self._lease_call = time.time_ns()
+        return attach_reply(reply)
+
+    def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None:
+        """Up to so much of one lane; None when nothing is ready, or on hold (`hold_reason` says why). A call
+        that failed may be repeated: a lease whose answer was lost comes again, not a second one."""
+        head = {
+            "sequences": sequences,
+            "tokens": tokens,
+            "kv_tokens": kv_tokens,
+            "call": self._lease_call,
+        }
+        reply, parts = self._call("lease", head)
+        self._lease_call += 1
+        self.hold_reason = reply["hold"]
+        return Lease.from_batch(_checked(reply, parts[0])) if parts else None
+
+    def renew(self) -> RenewReply:
+        return RenewReply(**self._call("renew", {})[0])
+
+    def computed(self, batch: pa.RecordBatch) -> ComputedReply:
+        """Durable on return. Send again what was not answered: duplicates are counted and change nothing."""
+        require_schema(batch, COMPLETION_SCHEMA, "completion batch")
+        ipc = to_ipc(batch)
+        return ComputedReply(**self._call("computed", {"crc32c": crc32c(ipc)}, ipc)[0])
+
+    def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
+        """Give tasks back. `attempted`: they had started, so it counts as a failed attempt."""
+        head = {"reason": reason, "attempted": attempted}
+        return int(self._call("nack", head, ids_part(task_ids))[0]["count"])
+
+    def detach(self) -> None:
+        """The session is over: what it leased or pulled is there for others at once."""
+        self._call("detach", {})
+
+    # -- completion
+
+    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
+        """PULLED_SCHEMA, oldest first, at most `rows`; a row comes once per session until `release_pulled`."""
+        reply, parts = self._call("pull", {"rows": rows, "wait_s": wait_s})
+        return _checked(reply, parts[0]) if parts else None
+
+    def retire(self, task_ids: TaskIds, confirmation: Confirmation) -> int:
+        """How many were newly retired; only after the sink made them durable."""
+        return self._settle(task_ids, confirmation, dead=False)
+
+    def dead(self, task_ids: TaskIds, confirmation: Confirmation) -> int:
+        """How many were newly buried; only after their dead letters are durable."""
+        return self._settle(task_ids, confirmation, dead=True)
+
+    def release_pulled(self) -> None:
+        self._call("release", {})
+
+    def _settle(self, task_ids: TaskIds, confirmation: Confirmation, *, dead: bool) -> int:
+        head = {"dead": dead, "kind": confirmation.kind, "proof": dict(confirmation.proof)}
+        return int(self._call("settle", head, ids_part(task_ids))[0]["count"])
+
+    # -- transport
+
+    def _call(
+        self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        body = message({**head, "role": self.role, "session": self.session}, *parts)
+        options = flight.FlightCallOptions(timeout=timeout_s or self.timeout_s)
+        try:
+            answers = list(self._flight().do_action(flight.Action(name, body), options))
+        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            raise self._fault(fault) from fault
+        reply, payload = read_message(answers[0].body)
+        raise_error(reply)
+        return reply, payload
+
+    def _flight(self) -> flight.FlightClient:
+        if self._client is None:
+            self._client = flight.FlightClient(self.endpoint, generic_options=CHANNEL_OPTIONS)
+        return self._client
+
+    def _fault(self, fault: Exception) -> FabricError:
+        """The typed error; a connection that failed is dropped, so that the next call makes a new one."""
+        typed = from_flight_error(fault, self.endpoint)
+        if isinstance(typed, BrokerUnavailable):
+            self.close()
+        return typed
+
+
+def ids_part(task_ids: TaskIds) -> memoryview:
+    """Task ids from a list, a numpy or an Arrow array, as bytes."""
+    if isinstance(task_ids, pa.Array):
+        task_ids = task_ids.to_numpy(zero_copy_only=False)
+    elif isinstance(task_ids, pa.ChunkedArray):
+        task_ids = task_ids.to_numpy()
+    return as_part(np.asarray(task_ids, np.int64))
+
+
+def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
+    if crc32c(bytes(part)) != reply["crc32c"]:
+        raise SchemaError("a batch from the broker does not match its CRC32C: ask again")
+    return from_ipc(part)
+
+
+def _from_row(batches: Iterable[pa.RecordBatch], row: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(first row, batch) of what lies at or after `row`."""
+    first = 0
+    for batch in batches:
+        skip = min(max(row - first, 0), batch.num_rows)
+        if skip < batch.num_rows:
+            yield first + skip, batch.slice(skip)
+        first += batch.num_rows
+
+
+def _read_answer(reader: Any) -> SubmissionState | None:
+    found = reader.read()
+    if found is None:
+        return None
+    head = json.loads(bytes(found))
+    raise_error(head)
+    return SubmissionState(**head)
+
+
+def _require_answer(reader: Any, endpoint: str) -> SubmissionState:
+    state = _read_answer(reader)
+    if state is None:
+        raise BrokerUnavailable(f"the broker at {endpoint} ended the upload without an answer")
+    return state

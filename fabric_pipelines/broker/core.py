@@ -1,0 +1,669 @@
+"""The core: decides. Requests and the time come in, facts and answers go out; it writes and sends nothing.
+
+Every decision is a pure question to the state plus the sessions alive now. The caller journals the facts and
+hands each to `apply`, in the same order, before the next request. What a restart forgets (who is attached,
+what was pulled, how far a lane has been handed out) is derived or declared again, never trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fabric_pipelines.broker.accounts import (
+    COMPUTED,
+    DEAD,
+    IN_DOUBT,
+    LEASED,
+    READY,
+    RETIRED,
+    STATE_NAMES,
+)
+from fabric_pipelines.broker.facts import (
+    Claimed,
+    Computed,
+    Enqueued,
+    Fact,
+    LanesStepped,
+    Leased,
+    Returned,
+    Settled,
+    SubmissionClosed,
+    SubmissionOpened,
+    Verdict,
+)
+from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
+from fabric_pipelines.broker.packing import guided, pack
+from fabric_pipelines.broker.prefix import shared_tokens
+from fabric_pipelines.broker.pulls import ComputedQueue
+from fabric_pipelines.broker.replies import (
+    AttachReply,
+    ComputedReply,
+    RenewReply,
+    SubmissionState,
+)
+from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
+from fabric_pipelines.errors import (
+    Backpressure,
+    BalanceBroken,
+    NotAttached,
+    SchemaError,
+    SubmissionConflict,
+    UsageError,
+)
+from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
+from fabric_pipelines.records.arrow import to_ipc
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.completion import STATUSES
+from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.submission import Fingerprinter, Submission
+
+Sequences = npt.NDArray[np.int64]
+NOTHING: Sequences = np.zeros(0, np.int64)
+HOLD_RETRY_S = 0.5
+COUNTERS = (
+    "enqueued",
+    "leases",
+    "leased_tasks",
+    "lane_switches",
+    "duplicates",
+    "late_acks",
+    "expired",
+    "nacked",
+    "claimed",
+    "reusable_tokens",
+    "offered_tokens",
+    "padded_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    lease_s: float = 30.0
+    attempts_max: int = 3
+    computed_high_water: int = 100_000
+
+
+@dataclass(slots=True)
+class Session:
+    """A consumer that is attached now. `call` numbers its lease requests, so that a repeated one gets the
+    same lease again instead of a second one whose first nobody ever saw."""
+
+    name: str
+    engine: str
+    engine_fingerprint: str
+    device: str
+    profile: Profile
+    deadline_s: float
+    lane: Lane | None = None
+    call: int = -1
+    last_lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease to be sent: `tasks` in order, `leader` flags beside them."""
+
+    lease_id: int
+    lane: Lane
+    tasks: Sequences
+    leader: npt.NDArray[np.bool_]
+
+
+class Core:
+    def __init__(self, state: State, limits: Limits, *, now_s: float = 0.0) -> None:
+        """Takes a state that facts have built; leases of an earlier life stay in doubt for one lease time."""
+        self.state = state
+        self.limits = limits
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.sessions: dict[str, Session] = {}
+        self.fault = ""
+        self._grace_s = now_s + limits.lease_s
+        self._queues: dict[str, LaneQueue] = {}
+        self._computed = ComputedQueue()
+        self._fingerprints: dict[str, Fingerprinter] = {}
+        self._stepping: set[int] = set()
+        self._derive()
+
+    def _derive(self) -> None:
+        state = self.state
+        self._absorb(Effects(runs=state.runs_of(state.in_state(READY))))
+        waiting = state.in_state(COMPUTED)
+        done = np.where(
+            state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
+        )
+        self._computed.append(waiting[np.lexsort((state.index.done_row[waiting], done))])
+        self._stepping.update(range(len(state.lanes)))
+
+    # -- applying
+
+    def apply(self, fact: Fact, lsn: int, columns: BatchColumns | None = None) -> None:
+        """The fact is in the journal at `lsn`: make it so. A broken balance stops all leasing."""
+        try:
+            effects = self.state.apply(fact, lsn, columns)
+        except BalanceBroken as broken:
+            self.fault = str(broken)
+            raise
+        self._absorb(effects)
+        self._count(fact)
+
+    def _absorb(self, effects: Effects) -> None:
+        queued = self.state.index.queued
+        for at, keys, tasks in effects.runs:
+            new = ~queued[tasks]
+            if not new.all():  # claimed or late while in the order: its old place is still there
+                keys, tasks = keys[new], tasks[new]
+            queued[tasks] = True
+            self.state.lanes[at].order.add(keys, tasks)
+            self._offer(self.state.lanes[at])
+        for at, tasks in effects.pieces:
+            fresh = tasks[~queued[tasks]]
+            queued[fresh] = True
+            self.state.lanes[at].order.add_front(fresh)
+            self._offer(self.state.lanes[at])
+        self._computed.append(effects.computed)
+
+    def _offer(self, lane: Lane) -> None:
+        self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
+
+    def _count(self, fact: Fact) -> None:
+        counters = self.counters
+        if isinstance(fact, Enqueued):
+            counters["enqueued"] += fact.rows
+        elif isinstance(fact, Leased):
+            counters["leases"] += 1
+            counters["leased_tasks"] += len(fact.tasks)
+        elif isinstance(fact, Returned):
+            counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
+        elif isinstance(fact, Claimed):
+            counters["claimed"] += len(fact.tasks)
+        elif isinstance(fact, SubmissionClosed):
+            self._fingerprints.pop(fact.submission_id, None)
+            self._stepping |= self.state.by_submission[fact.submission_id].lanes
+        elif isinstance(fact, Settled):
+            self._stepping.update(np.unique(self.state.index.lane[fact.tasks]).tolist())
+
+    # -- producers
+
+    def open(self, header: Submission) -> list[Fact]:
+        """Nothing if this submission is known already; SubmissionConflict if its id means something else."""
+        record = self.state.by_submission.get(header.submission_id)
+        if record is None:
+            return [SubmissionOpened(header)]
+        for name in (
+            "fingerprint",
+            "tasks",
+            "tokens",
+            "function",
+            "engine",
+            "tenant",
+            "vocab_size",
+        ):
+            mine, theirs = getattr(record.header, name), getattr(header, name)
+            if mine != theirs:
+                raise SubmissionConflict(
+                    f"submission {header.submission_id[:12]} is known with {name} {mine!r}, not "
+                    f"{theirs!r}: other content needs another id (set the salt)"
+                )
+        if dict(record.header.sampling) != dict(header.sampling):
+            raise SubmissionConflict(
+                f"submission {header.submission_id[:12]} is known with other sampling: it needs "
+                "another id (set the salt)"
+            )
+        return []
+
+    def known(self, submission_id: str) -> SubmissionRecord:
+        record = self.state.by_submission.get(submission_id)
+        if record is None:
+            raise UsageError(f"submission {submission_id[:12]} is not known: open it first")
+        return record
+
+    def enqueue(
+        self, submission_id: str, first_row: int, batch: pa.RecordBatch, tokens: int
+    ) -> tuple[list[Fact], pa.RecordBatch | None]:
+        """The fact for the rows of `batch` that are new, and those rows. `first_row` is the batch's place in
+        the submission; rows that arrived before are counted as duplicates and not taken again."""
+        record = self.known(submission_id)
+        name = submission_id[:12]
+        skip = record.rows - first_row
+        if skip < 0:
+            raise UsageError(
+                f"submission {name} continues at row {record.rows}, not at {first_row}: send the rows between"
+            )
+        if skip >= batch.num_rows:
+            self.counters["duplicates"] += batch.num_rows
+            return [], None
+        if record.closed:
+            raise SubmissionConflict(f"submission {name} is closed with {record.rows} tasks")
+        if skip:
+            self.counters["duplicates"] += skip
+            batch = batch.slice(skip)
+        rows = batch.num_rows
+        if record.rows + rows > record.header.tasks or (
+            not skip and record.tokens + tokens > record.header.tokens
+        ):
+            raise SubmissionConflict(
+                f"submission {name} declared {record.header.tasks} tasks and {record.header.tokens} "
+                f"tokens; row {record.rows + rows - 1} goes past that"
+            )
+        base = self.state.index.count
+        if base + rows > SEQUENCE_MAX:
+            raise UsageError("this journal has used up its task ids: start a new one")
+        fact = Enqueued(submission_id, len(record.batches), record.rows, base, rows, to_ipc(batch))
+        return [fact], batch
+
+    def close(self, submission_id: str, stored: Iterable[pa.RecordBatch]) -> list[Fact]:
+        """Totals and fingerprint are compared now; `stored` gives the batches again, should the running
+        fingerprint have been lost with an earlier process."""
+        record = self.known(submission_id)
+        if record.closed:
+            return []
+        name, header = submission_id[:12], record.header
+        if (record.rows, record.tokens) != (header.tasks, header.tokens):
+            raise SubmissionConflict(
+                f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
+                f"{record.rows} and {record.tokens}"
+            )
+        running = self._fingerprints.get(submission_id)
+        if running is None or running.tasks != record.rows:
+            running = Fingerprinter()
+            for batch in stored:
+                running.update(batch)
+        if running.hexdigest() != header.fingerprint:
+            raise SubmissionConflict(
+                f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
+                "it stays open; submit the right content under another id (set the salt)"
+            )
+        return [SubmissionClosed(submission_id)]
+
+    def remember_content(self, submission_id: str, batch: pa.RecordBatch) -> None:
+        """Carry the fingerprint along, while the batch is in the cache."""
+        record = self.known(submission_id)
+        running = self._fingerprints.get(submission_id)
+        if running is None and record.rows == batch.num_rows:
+            running = self._fingerprints[submission_id] = Fingerprinter()
+        if running is not None and running.tasks + batch.num_rows == record.rows:
+            running.update(batch)
+
+    def submission(self, submission_id: str) -> SubmissionState | None:
+        record = self.state.by_submission.get(submission_id)
+        if record is None:
+            return None
+        tasks = self.state.submission_tasks[1:, record.index].tolist()
+        first = record.first_sequence
+        header = record.header
+        return SubmissionState(
+            submission_id=submission_id,
+            function=header.function,
+            engine=header.engine,
+            tasks=header.tasks,
+            tokens=header.tokens,
+            fingerprint=header.fingerprint,
+            closed=record.closed,
+            enqueued=record.rows,
+            **dict(zip(STATE_NAMES, tasks, strict=True)),
+            retired_tokens=int(self.state.retired_tokens[record.index]),
+            output_tokens=int(self.state.output_tokens[record.index]),
+            first_task_id=None
+            if first is None
+            else first + (self.state.incarnation << SEQUENCE_BITS),
+            batches=len(record.batches),
+        )
+
+    # -- consumers
+
+    def attach(self, session: Session, held: Sequence[int]) -> tuple[list[Fact], AttachReply]:
+        """The session says what it holds, and that is all it holds: ids in doubt or ready are claimed, leases
+        it does not name come back."""
+        name = session.name
+        self.sessions[name] = session
+        tasks, known = self._sequences(np.array(held, np.int64))
+        tasks = np.unique(tasks[known])
+        index, mine = self.state.index, self.state.sessions.get(name, -1)
+        states, own = index.state[tasks], index.holder[tasks] == mine
+        kept = tasks[(states == LEASED) & own]
+        claimed = tasks[((states == IN_DOUBT) & own) | (states == READY)]
+        facts: list[Fact] = []
+        if len(claimed):
+            facts.append(Claimed(self.state.next_lease, name, claimed))
+        dropped = np.setdiff1d(self._held_by(name), tasks, assume_unique=True)
+        if len(dropped):
+            facts.append(_returned(name, "not held any more at attach", dropped))
+        accepted = self.state.task_ids(np.sort(np.concatenate([kept, claimed]))).tolist()
+        lost = sorted(set(map(int, held)) - set(accepted))
+        return facts, AttachReply(
+            name, tuple(accepted), tuple(lost), round(self.limits.lease_s * 1000)
+        )
+
+    def _held_by(self, name: str) -> Sequences:
+        """Tasks leased to, or in doubt with, this session."""
+        state, index = self.state, self.state.index
+        leases = [state.leases[at] for at in state.session_leases.get(name, ())]
+        leased = np.concatenate([NOTHING, *(lease.tasks for lease in leases)])
+        mine = state.sessions.get(name, -1)
+        leased = leased[(index.state[leased] == LEASED) & (index.holder[leased] == mine)]
+        if not state.accounts.in_state(IN_DOUBT):
+            return np.unique(leased)
+        doubtful = state.in_state(IN_DOUBT)
+        return np.unique(np.concatenate([leased, doubtful[index.holder[doubtful] == mine]]))
+
+    def attached(self, name: str) -> Session:
+        session = self.sessions.get(name)
+        if session is None:
+            raise NotAttached(
+                f"session {name!r} is not attached to this broker: attach again with the ids it holds"
+            )
+        return session
+
+    @property
+    def hold_reason(self) -> str:
+        computed = self.state.accounts.in_state(COMPUTED)
+        if computed >= self.limits.computed_high_water:
+            return f"{computed} computed tasks wait to be landed (high-water mark {self.limits.computed_high_water})"
+        return ""
+
+    def lease(
+        self, name: str, budget: Budget, now_s: float, call: int = -1
+    ) -> tuple[list[Fact], Grant | None]:
+        """None when nothing is ready for the session's engine, or on hold (see `hold_reason`)."""
+        if self.fault:
+            raise BalanceBroken(self.fault)
+        session = self.attached(name)
+        self._extend(session, now_s)
+        if call >= 0 and call == session.call and session.last_lease in self.state.leases:
+            return [], self._regrant(session)
+        session.call = call
+        if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
+            return [], None
+        queue = self._queues.get(session.engine)
+        engine = self.state.engines.get(session.engine)
+        if queue is None or engine is None:
+            return [], None
+        consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
+        ready = int(self.state.engine_ready[engine])
+        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
+        lane = queue.choose(session.lane, fair)
+        if lane is None:
+            return [], None
+        grant = self._cut(lane, fair)
+        self._account(session, queue, grant)
+        return [Leased(grant.lease_id, name, lane.index, grant.tasks)], grant
+
+    def _cut(self, lane: Lane, budget: Budget) -> Grant:
+        """The next batch of a lane that has ready tasks. Entries of the order that are no longer ready are
+        dropped on the way."""
+        index = self.state.index
+        while True:
+            seen = lane.order.peek(budget.sequences)
+            assert len(seen), (
+                f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
+            )
+            at = np.flatnonzero(index.state[seen] == READY)
+            tasks = seen[at]
+            count = pack(
+                index.prompt[tasks].astype(np.int64),
+                index.new[tasks].astype(np.int64),
+                budget,
+                padded_length=lane.key.length,
+            )
+            used = len(seen) if count == len(at) else int(at[count])
+            index.queued[seen[:used]] = False
+            lane.order.advance(used)
+            if count:
+                break
+        tasks = tasks[:count].copy()
+        return Grant(self.state.next_lease, lane, tasks, self._leaders(tasks))
+
+    def _leaders(self, tasks: Sequences) -> npt.NDArray[np.bool_]:
+        first: npt.NDArray[np.bool_] = self._shared(tasks) == 0
+        return first
+
+    def _shared(self, tasks: Sequences) -> npt.NDArray[np.int64]:
+        index = self.state.index
+        return shared_tokens(index.key[tasks], index.prompt[tasks].astype(np.int64))
+
+    def _regrant(self, session: Session) -> Grant:
+        lease = self.state.leases[session.last_lease]
+        index = self.state.index
+        tasks = lease.tasks[index.lease[lease.tasks] == session.last_lease]
+        lane = self.state.lanes[int(index.lane[tasks[0]])]
+        return Grant(session.last_lease, lane, tasks, self._leaders(tasks))
+
+    def _account(self, session: Session, queue: LaneQueue, grant: Grant) -> None:
+        lengths = self.state.index.prompt[grant.tasks]
+        tokens, counters = int(lengths.sum()), self.counters
+        if session.lane is not None and session.lane is not grant.lane:
+            counters["lane_switches"] += 1
+        session.lane, session.last_lease = grant.lane, grant.lease_id
+        counters["offered_tokens"] += tokens
+        counters["reusable_tokens"] += int(self._shared(grant.tasks).sum())
+        if grant.lane.key.length:
+            counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
+        queue.charge(grant.lane.key.tenant, tokens)
+
+    def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
+        session = self.attached(name)
+        self._extend(session, now_s)
+        hold = bool(self.hold_reason)
+        engine = self.state.engines.get(session.engine)
+        leases = self.state.session_leases.get(name, ())
+        return RenewReply(
+            hold=hold,
+            retry_after_s=HOLD_RETRY_S if hold else 0.0,
+            deadline_us=wall_us + round(self.limits.lease_s * 1e6),
+            leased=sum(self.state.leases[at].open for at in leases),
+            ready=0 if engine is None else int(self.state.engine_ready[engine]),
+        )
+
+    def _extend(self, session: Session, now_s: float) -> None:
+        session.deadline_s = now_s + self.limits.lease_s
+
+    def computed(
+        self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
+    ) -> tuple[list[Fact], ComputedReply]:
+        """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
+        another session took over meanwhile."""
+        statuses = pc.index_in(batch.column("status"), pa.array(STATUSES))
+        if statuses.null_count:
+            raise SchemaError(
+                f"completion batch has a status that is not one of {', '.join(STATUSES)}"
+            )
+        tasks, known = self._sequences(batch.column("task_id").to_numpy())
+        rows = np.flatnonzero(known)
+        _, first = np.unique(tasks[rows], return_index=True)
+        once = np.zeros(len(rows), np.bool_)
+        once[first] = True
+        index, mine = self.state.index, self.state.sessions.get(name, -2)
+        states = index.state[tasks[rows]]
+        # A lease that ran out while its work went on is honoured as long as nobody else took the task:
+        # otherwise a batch that takes longer than a lease would be run again for ever.
+        open_ = (states == LEASED) | (states == IN_DOUBT)
+        finished = statuses.to_numpy()[rows] == STATUSES.index("ok")
+        ours = (open_ | ((states == READY) & finished)) & (index.holder[tasks[rows]] == mine) & once
+        past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~once
+        duplicates, late = int(past.sum()), int((~ours & ~past).sum())
+        self.counters["duplicates"] += duplicates
+        self.counters["late_acks"] += late
+        taken = rows[ours]
+        reply = ComputedReply(len(taken), duplicates, late, int((~known).sum()))
+        if not len(taken):
+            return [], reply
+        if len(taken) < batch.num_rows:
+            batch = batch.take(pa.array(taken))
+            ipc = to_ipc(batch)
+        codes = statuses.to_numpy()[taken]
+        output = pc.fill_null(pc.list_value_length(batch.column("output")), 0)
+        fact = Computed(
+            session=name,
+            tasks=tasks[taken],
+            verdicts=self._verdicts(tasks[taken], codes),
+            output_tokens=output.to_numpy().astype(np.int32),
+            padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
+            ipc=ipc,
+        )
+        return [fact], reply
+
+    def _verdicts(self, tasks: Sequences, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """ok and refused are final; failed is final with the last attempt."""
+        last = self.state.index.attempts[tasks] + 1 >= self.limits.attempts_max
+        failed = np.where(last, Verdict.FAILED, Verdict.RETRY)
+        verdicts = np.array([Verdict.OK, Verdict.REFUSED, Verdict.NONE])[codes]
+        return np.where(codes == STATUSES.index("failed"), failed, verdicts).astype(np.uint8)
+
+    def nack(
+        self, name: str, task_ids: npt.NDArray[np.int64], reason: str, *, attempted: bool = False
+    ) -> tuple[list[Fact], int]:
+        """What the session did not start goes back without an attempt being counted; `attempted` counts one."""
+        tasks, known = self._sequences(task_ids)
+        tasks = np.unique(tasks[known])
+        index, mine = self.state.index, self.state.sessions.get(name, -2)
+        ours = tasks[(index.state[tasks] == LEASED) & (index.holder[tasks] == mine)]
+        self.counters["late_acks"] += len(tasks) - len(ours)
+        if not len(ours):
+            return [], 0
+        verdicts = self._verdicts(ours, np.full(len(ours), 2, np.int32)) if attempted else None
+        return [_returned(name, reason, ours, verdicts)], len(ours)
+
+    def detach(self, name: str) -> list[Fact]:
+        """The session is over: its leases come back, its pulls are forgotten."""
+        self.sessions.pop(name, None)
+        self._computed.release(name)
+        held = self._held_by(name)
+        return [_returned(name, "session detached", held)] if len(held) else []
+
+    def tick(self, now_s: float) -> list[Fact]:
+        """Leases of sessions that did not renew run out; what nobody claimed after a restart is ready again."""
+        facts: list[Fact] = []
+        for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
+            del self.sessions[session.name]
+            held = self._held_by(session.name)
+            if len(held):
+                facts.append(self._expired(session.name, held))
+        if now_s >= self._grace_s and self.state.accounts.in_state(IN_DOUBT):
+            doubtful = self.state.in_state(IN_DOUBT)
+            reason = "not claimed within the lease time after a restart"
+            facts.append(_returned("", reason, doubtful, expired=True))
+        return facts
+
+    def _expired(self, name: str, held: Sequences) -> Returned:
+        """An attempt is counted only for a task that was alone in its lease; the others come back in halves."""
+        leases = self.state.index.lease[held]
+        _, inverse, sizes = np.unique(leases, return_inverse=True, return_counts=True)
+        alone = (sizes[inverse] == 1) & (leases >= 0)
+        blamed = self._verdicts(held, np.full(len(held), 2, np.int32))
+        verdicts = np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
+        return _returned(
+            name, f"session {name} did not renew its lease", held, verdicts, expired=True
+        )
+
+    # -- completion
+
+    def pull(self, name: str, rows: int) -> Sequences:
+        """Up to `rows` computed tasks, oldest first, that this session has not pulled yet."""
+        return self._computed.pull(name, rows, self.state.index.state)
+
+    def release_pulled(self, name: str) -> None:
+        self._computed.release(name)
+
+    def settle(
+        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+    ) -> tuple[list[Fact], int]:
+        """Retire, or bury as dead letters, what the sink has confirmed. Repeats are counted and change nothing."""
+        if not dead and confirmation.kind == "dead_letter":
+            raise UsageError("a dead letter's confirmation retires nothing: call dead")
+        tasks, known = self._sequences(task_ids)
+        if not known.all():
+            at = int(task_ids[int(np.argmin(known))])
+            raise UsageError(f"task {at} is not of this journal: nothing was retired")
+        tasks = np.unique(tasks)
+        index = self.state.index
+        states = index.state[tasks]
+        settled = (states == RETIRED) | (states == DEAD)
+        terminal = index.verdict[tasks] != Verdict.OK
+        right = (states == COMPUTED) & (terminal == dead)
+        wrong = ~settled & ~right
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise UsageError(
+                f"task {int(self.state.task_ids(tasks[at : at + 1])[0])} is {STATE_NAMES[states[at]]}"
+                f" with verdict {Verdict(index.verdict[tasks[at]]).name}: it cannot be "
+                f"{'buried' if dead else 'retired'}, and nothing was"
+            )
+        fresh = tasks[right]
+        self.counters["duplicates"] += len(task_ids) - len(fresh)
+        if not len(fresh):
+            return [], 0
+        return [Settled(dead, fresh, confirmation.kind, confirmation.proof)], len(fresh)
+
+    # -- lanes
+
+    def lane_steps(self) -> list[Fact]:
+        """Life cycle facts that have become due."""
+        rows = []
+        for at in sorted(self._stepping):
+            lane = self.state.lanes[at]
+            step = self._due_step(lane)
+            if step is not lane.step:
+                ledger = self.state.accounts.ledger(at)
+                rows.append(
+                    (at, lane.generation, int(step), ledger.retired.tasks, ledger.dead.tasks)
+                )
+        self._stepping.clear()
+        return [LanesStepped(np.array(rows, np.int64))] if rows else []
+
+    def _due_step(self, lane: Lane) -> Step:
+        if not all(self.state.submissions[at].closed for at in lane.producers):
+            return lane.step
+        tasks = self.state.accounts.tasks[:, lane.index]
+        left = int(tasks[0] - tasks[RETIRED + 1] - tasks[DEAD + 1])
+        return Step.DRAINING if left else Step.RETIRED
+
+    # -- audits
+
+    def stranded(self) -> list[str]:
+        """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""
+        found = []
+        index = self.state.index
+        for lane in self.state.lanes:
+            held = lane.order.tasks()
+            ready = np.sort(held[index.state[held] == READY])
+            if len(ready) != lane.ready or len(np.unique(ready)) != len(ready):
+                found.append(
+                    f"lane {lane.name} has {lane.ready} ready tasks, its order holds {len(ready)}"
+                )
+        return found
+
+    def require_backlog_room(self, used: int, mark: int) -> None:
+        if used >= mark:
+            raise Backpressure(
+                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
+                "tasks are taken again when results have landed",
+                retry_after_s=5.0,
+            )
+
+    def _sequences(
+        self, task_ids: npt.NDArray[np.int64]
+    ) -> tuple[Sequences, npt.NDArray[np.bool_]]:
+        """(sequence numbers, whether each is known); unknown ones come out as 0."""
+        tasks = task_ids - np.int64(self.state.incarnation << SEQUENCE_BITS)
+        known = (tasks >= 0) & (tasks < self.state.index.count)
+        return np.where(known, tasks, 0), known
+
+
+def _returned(
+    name: str,
+    reason: str,
+    tasks: Sequences,
+    verdicts: npt.NDArray[np.uint8] | None = None,
+    *,
+    expired: bool = False,
+) -> Returned:
+    if verdicts is None:
+        verdicts = np.full(len(tasks), Verdict.RETURNED, np.uint8)
+    return Returned(name, reason[:256], expired, tasks, verdicts)

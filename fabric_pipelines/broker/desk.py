@@ -1,0 +1,141 @@
+"""The desk: hands requests of many threads to the one owner, and lets answers leave once they are durable.
+
+Requests that arrive together form a group and share one fsync. Within a group acknowledgements come before
+leases and leases before new tasks, so that a full broker empties first.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from fabric_pipelines.broker.owner import Fatal, Owner
+from fabric_pipelines.errors import BrokerUnavailable, FabricError, StorageFailed
+
+T = TypeVar("T")
+GROUP_MAX = 256
+DIRTY_WAIT_S = 0.005
+IDLE_WAIT_S = 0.1
+
+
+class Rank(IntEnum):
+    ACKNOWLEDGE = 0
+    LEASE = 1
+    QUESTION = 2
+    ENQUEUE = 3
+
+
+@dataclass(slots=True)
+class _Request:
+    act: Callable[[Owner], Any]
+    rank: Rank
+    durable: bool
+    answer: Future[Any]
+
+
+class Desk(threading.Thread):
+    """`on_fatal` gets one sentence when the owner cannot go on; it should end the process."""
+
+    def __init__(self, owner: Owner, on_fatal: Callable[[str], None]) -> None:
+        super().__init__(name="broker-owner", daemon=True)
+        self._owner, self._on_fatal = owner, on_fatal
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._waiting: list[tuple[_Request, Any]] = []
+        self._marked = False
+        self.news = threading.Condition()  # notified when something became computed or ready
+
+    def ask(self, act: Callable[[Owner], T], rank: Rank, *, durable: bool = True) -> Future[T]:
+        """Run `act` in the owner's thread. With `durable` the answer waits for the commit."""
+        answer: Future[T] = Future()
+        if self._stopping:
+            answer.set_exception(BrokerUnavailable("the broker is stopping"))
+        else:
+            self._requests.put(_Request(act, rank, durable, answer))
+        return answer
+
+    def stop(self) -> None:
+        """Finish what was asked, commit, and end."""
+        self._stopping = True
+        self._requests.put(None)
+        self.join()
+
+    def run(self) -> None:
+        group: list[_Request] = []
+        try:
+            going = True
+            while going:
+                group = []
+                going = self._collect(group)
+                self._serve(group)
+            self._owner.idle()
+        except Exception as fault:  # noqa: BLE001 - whatever it is, this process must end and say why
+            self._fail(group, fault)
+        finally:
+            self._refuse_rest()
+
+    def _collect(self, group: list[_Request]) -> bool:
+        """Fill the group with what is there, waiting a little for the first. False: stop was asked."""
+        owner = self._owner
+        try:
+            wait_s = DIRTY_WAIT_S if owner.dirty or not self._marked else IDLE_WAIT_S
+            request = self._requests.get(timeout=wait_s)
+            self._marked = False
+            while request is not None:
+                group.append(request)
+                if len(group) == GROUP_MAX:
+                    return True
+                request = self._requests.get_nowait()
+        except queue.Empty:
+            if not group and not self._marked:
+                owner.idle()
+                self._marked = True
+            return True
+        return False
+
+    def _serve(self, group: list[_Request]) -> None:
+        owner = self._owner
+        self._waiting = []
+        for request in sorted(group, key=lambda item: item.rank):
+            try:
+                result = request.act(owner)
+            except FabricError as fault:
+                request.answer.set_exception(fault)
+            else:
+                if request.durable:
+                    self._waiting.append((request, result))
+                else:
+                    request.answer.set_result(result)
+        owner.tick()
+        if self._waiting:
+            owner.commit()
+        for request, result in self._waiting:
+            request.answer.set_result(result)
+        if any(request.rank is not Rank.QUESTION for request in group):
+            with self.news:
+                self.news.notify_all()
+
+    def _fail(self, group: list[_Request], fault: Exception) -> None:
+        self._stopping = True
+        sentence = str(fault) if isinstance(fault, Fatal) else f"{type(fault).__name__}: {fault}"
+        for request in group:
+            if not request.answer.done():
+                request.answer.set_exception(
+                    StorageFailed(f"the broker stopped before it could acknowledge: {sentence}")
+                )
+        self._on_fatal(sentence)
+
+    def _refuse_rest(self) -> None:
+        self._stopping = True
+        while True:
+            try:
+                request = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if request is not None:
+                request.answer.set_exception(BrokerUnavailable("the broker is stopping"))

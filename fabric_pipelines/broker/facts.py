@@ -1,0 +1,288 @@
+"""Facts: all that the broker ever writes down. State is what follows from them in order, nothing more.
+
+A fact names tasks by sequence number (the low bits of their ids); the incarnation is the journal's. Every
+decision that depends on a setting or on the time is inside the fact, so a replay under other settings gives
+the same state. Facts are applied by `core.Core.apply` and by nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.broker.envelope import Part, as_part, pack, unpack
+from fabric_pipelines.errors import CorruptionFound, SchemaError, UsageError
+from fabric_pipelines.records.submission import Submission
+
+Sequences = npt.NDArray[np.int64]
+Bytes8 = npt.NDArray[np.uint8]
+
+
+class Kind(IntEnum):
+    """Frame kinds in the journal. Numbers are for ever; FORMAT.md of the journal does not know them."""
+
+    SUBMISSION = 1
+    ENQUEUE = 2
+    SUBMISSION_CLOSED = 3
+    LEASE = 4
+    COMPUTED = 5
+    NACK = 6
+    EXPIRE = 7
+    CLAIM = 8
+    RETIRE = 9
+    DEAD = 10
+    STARTED = 11
+    LANES = 12
+
+
+class Verdict(IntEnum):
+    """What a report about a leased task means for it."""
+
+    NONE = 0
+    OK = 1
+    REFUSED = 2  # the engine will never take it: terminal, lands as a dead letter
+    FAILED = 3  # the last attempt failed: terminal, lands as a dead letter
+    RETRY = 4  # an attempt failed, another one is left: ready again
+    RETURNED = 5  # came back without an attempt being counted: ready again
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionOpened:
+    header: Submission
+
+    def encode(self) -> list[Part]:
+        return pack({"header": self.header.to_json()})
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """One batch of a submission; `ipc` is the task batch (Arrow IPC stream), its rows get the sequence
+    numbers from `base` on."""
+
+    submission_id: str
+    batch: int
+    first_row: int
+    base: int
+    rows: int
+    ipc: Part
+
+    def encode(self) -> list[Part]:
+        head = {
+            "submission_id": self.submission_id,
+            "batch": self.batch,
+            "first_row": self.first_row,
+            "base": self.base,
+            "rows": self.rows,
+        }
+        return pack(head, [self.ipc])
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionClosed:
+    submission_id: str
+
+    def encode(self) -> list[Part]:
+        return pack({"submission_id": self.submission_id})
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """`tasks` of one lane, in the order they were handed out."""
+
+    lease_id: int
+    session: str
+    lane: int
+    tasks: Sequences
+
+    def encode(self) -> list[Part]:
+        head = {"lease_id": self.lease_id, "session": self.session, "lane": self.lane}
+        return pack(head, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A session that came back still holds `tasks`: they are leased to it, not run again."""
+
+    lease_id: int
+    session: str
+    tasks: Sequences
+
+    def encode(self) -> list[Part]:
+        return pack({"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]."""
+
+    session: str
+    tasks: Sequences
+    verdicts: Bytes8
+    output_tokens: npt.NDArray[np.int32]
+    padded_tokens: int
+    ipc: Part
+
+    def encode(self) -> list[Part]:
+        return pack(
+            {"session": self.session, "padded_tokens": self.padded_tokens},
+            [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Tasks that left their lease without a result, and why. `verdicts` are RETURNED, RETRY or FAILED.
+    `expired` tells a lease that ran out from one that was given back."""
+
+    session: str
+    reason: str
+    expired: bool
+    tasks: Sequences
+    verdicts: Bytes8
+
+    def encode(self) -> list[Part]:
+        head = {"session": self.session, "reason": self.reason}
+        return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Retired (`dead` False) or dead, with the sink's confirmation."""
+
+    dead: bool
+    tasks: Sequences
+    confirmation_kind: str
+    proof: Mapping[str, Any]
+
+    def encode(self) -> list[Part]:
+        head = {"confirmation": self.confirmation_kind, "proof": dict(self.proof)}
+        return pack(head, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A broker opened the journal: whatever was leased is in doubt from here on."""
+
+    version: str
+
+    def encode(self) -> list[Part]:
+        return pack({"version": self.version})
+
+
+@dataclass(frozen=True, slots=True)
+class LanesStepped:
+    """Life cycle of lanes: rows of (lane, generation, step, retired tasks, dead tasks), int64 [n, 5]. That a
+    lane opened follows from its first ENQUEUE."""
+
+    steps: npt.NDArray[np.int64]
+
+    def encode(self) -> list[Part]:
+        return pack({}, [as_part(self.steps)])
+
+
+Fact = (
+    SubmissionOpened
+    | Enqueued
+    | SubmissionClosed
+    | Leased
+    | Claimed
+    | Computed
+    | Returned
+    | Settled
+    | Started
+    | LanesStepped
+)
+
+
+def kind_of(fact: Fact) -> Kind:
+    if isinstance(fact, Returned):
+        return Kind.EXPIRE if fact.expired else Kind.NACK
+    if isinstance(fact, Settled):
+        return Kind.DEAD if fact.dead else Kind.RETIRE
+    return _KINDS[type(fact)]
+
+
+def rows_of(fact: Fact) -> int:
+    """How many tasks a fact is about (the row count in its frame)."""
+    if isinstance(fact, Enqueued):
+        return fact.rows
+    if isinstance(fact, LanesStepped):
+        return len(fact.steps)
+    return len(getattr(fact, "tasks", ()))
+
+
+def decode(kind: int, payload: Any, where: str) -> Fact:
+    """The fact in a journal frame; the bytes passed their CRC, so anything odd is corruption (or a journal
+    of a newer broker) and is refused by name."""
+    try:
+        head, parts = unpack(payload)
+        return _DECODERS[Kind(kind)](head, parts)
+    except (SchemaError, UsageError, KeyError, ValueError, IndexError, TypeError) as fault:
+        raise CorruptionFound(
+            f"{where} holds a fact of kind {kind} that this broker cannot read ({fault}): "
+            "keep the journal folder and use the broker version that wrote it"
+        ) from fault
+
+
+def _sequences(part: memoryview) -> Sequences:
+    return np.frombuffer(part, np.int64)
+
+
+def _enqueued(head: dict[str, Any], parts: list[memoryview]) -> Enqueued:
+    return Enqueued(ipc=parts[0], **head)
+
+
+def _computed(head: dict[str, Any], parts: list[memoryview]) -> Computed:
+    return Computed(
+        tasks=_sequences(parts[0]),
+        verdicts=np.frombuffer(parts[1], np.uint8),
+        output_tokens=np.frombuffer(parts[2], np.int32),
+        ipc=parts[3],
+        **head,
+    )
+
+
+def _returned(expired: bool) -> Callable[[dict[str, Any], list[memoryview]], Returned]:
+    return lambda head, parts: Returned(
+        expired=expired,
+        tasks=_sequences(parts[0]),
+        verdicts=np.frombuffer(parts[1], np.uint8),
+        **head,
+    )
+
+
+def _settled(dead: bool) -> Callable[[dict[str, Any], list[memoryview]], Settled]:
+    return lambda head, parts: Settled(
+        dead, _sequences(parts[0]), head["confirmation"], head["proof"]
+    )
+
+
+_KINDS: Mapping[type, Kind] = {
+    SubmissionOpened: Kind.SUBMISSION,
+    Enqueued: Kind.ENQUEUE,
+    SubmissionClosed: Kind.SUBMISSION_CLOSED,
+    Leased: Kind.LEASE,
+    Claimed: Kind.CLAIM,
+    Computed: Kind.COMPUTED,
+    Started: Kind.STARTED,
+    LanesStepped: Kind.LANES,
+}
+_DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
+    Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
+    Kind.ENQUEUE: _enqueued,
+    Kind.SUBMISSION_CLOSED: lambda head, _: SubmissionClosed(**head),
+    Kind.LEASE: lambda head, parts: Leased(tasks=_sequences(parts[0]), **head),
+    Kind.CLAIM: lambda head, parts: Claimed(tasks=_sequences(parts[0]), **head),
+    Kind.COMPUTED: _computed,
+    Kind.NACK: _returned(expired=False),
+    Kind.EXPIRE: _returned(expired=True),
+    Kind.RETIRE: _settled(dead=False),
+    Kind.DEAD: _settled(dead=True),
+    Kind.STARTED: lambda head, _: Started(**head),
+    Kind.LANES: lambda _, parts: LanesStepped(np.frombuffer(parts[0], np.int64).reshape(-1, 5)),
+}

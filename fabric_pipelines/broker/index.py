@@ -1,0 +1,118 @@
+"""The index: one row of plain columns per task, found by subtraction, since sequence numbers are dense.
+
+About 48 bytes a task and no Python object per task. Columns grow by doubling; `base` and `frames` say in which
+ENQUEUE frame a task's tokens lie, `done` and `done_row` in which COMPUTED frame its outcome lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+COLUMNS: dict[str, Any] = {
+    "state": np.uint8,
+    "attempts": np.uint8,
+    "verdict": np.uint8,
+    "queued": np.bool_,  # is in the order of its lane; derived, not a fact
+    "lane": np.int32,
+    "submission": np.int32,
+    "prompt": np.int32,
+    "new": np.int32,
+    "key": np.uint64,
+    "lease": np.int64,
+    "holder": np.int32,
+    "done": np.int32,
+    "done_row": np.int32,
+    "output": np.int32,
+}
+FACTS = tuple(name for name in COLUMNS if name != "queued")
+
+
+class Growing:
+    """An array that grows by doubling; `view` is its live part."""
+
+    __slots__ = ("_array", "count")
+
+    def __init__(self, dtype: Any) -> None:
+        self._array = np.zeros(64, dtype)
+        self.count = 0
+
+    @property
+    def view(self) -> npt.NDArray[Any]:
+        return self._array[: self.count]
+
+    def append(self, value: int) -> None:
+        if self.count == len(self._array):
+            self._array = np.concatenate([self._array, np.zeros_like(self._array)])
+        self._array[self.count] = value
+        self.count += 1
+
+
+class TaskIndex:
+    """Columns by name as attributes, each valid in [0, count)."""
+
+    state: npt.NDArray[np.uint8]
+    attempts: npt.NDArray[np.uint8]
+    verdict: npt.NDArray[np.uint8]
+    queued: npt.NDArray[np.bool_]
+    lane: npt.NDArray[np.int32]
+    submission: npt.NDArray[np.int32]
+    prompt: npt.NDArray[np.int32]
+    new: npt.NDArray[np.int32]
+    key: npt.NDArray[np.uint64]
+    lease: npt.NDArray[np.int64]
+    holder: npt.NDArray[np.int32]
+    done: npt.NDArray[np.int32]
+    done_row: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._capacity = 1024
+        for name, dtype in COLUMNS.items():
+            setattr(self, name, np.zeros(self._capacity, dtype))
+        self.base = Growing(np.int64)  # first sequence number of each ENQUEUE frame
+        self.frames = Growing(np.int64)  # its lsn
+        self.done_frames = Growing(np.int64)  # lsn of each COMPUTED frame
+
+    def extend(self, rows: int, lsn: int) -> slice:
+        """Room for `rows` new tasks of the ENQUEUE frame `lsn`."""
+        first, self.count = self.count, self.count + rows
+        if self.count > self._capacity:
+            grown = max(self._capacity * 2, self.count)
+            for name in COLUMNS:
+                column = getattr(self, name)
+                wider = np.zeros(grown, column.dtype)
+                wider[:first] = column[:first]
+                setattr(self, name, wider)
+            self._capacity = grown
+        self.base.append(first)
+        self.frames.append(lsn)
+        new = slice(first, self.count)
+        self.lease[new] = self.holder[new] = self.done[new] = -1
+        return new
+
+    def locate(
+        self, tasks: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(lsn of the ENQUEUE frame, row in it) of each task."""
+        at = np.searchsorted(self.base.view, tasks, side="right") - 1
+        return self.frames.view[at], tasks - self.base.view[at]
+
+    def differences(self, other: TaskIndex) -> list[str]:
+        """Every column in which the two differ, with the first task at fault."""
+        if self.count != other.count:
+            return [f"the index has {self.count} tasks, the log gives {other.count}"]
+        found = []
+        for name in FACTS:
+            mine, theirs = getattr(self, name)[: self.count], getattr(other, name)[: self.count]
+            unequal = np.flatnonzero(mine != theirs)
+            if len(unequal):
+                at = int(unequal[0])
+                found.append(
+                    f"{len(unequal)} tasks differ in {name}, first sequence {at}: "
+                    f"{mine[at]}, the log gives {theirs[at]}"
+                )
+        return found

@@ -1,0 +1,349 @@
+"""The owner: the one hand that decides, journals and applies. Everything here runs in a single thread.
+
+Each operation asks the core, appends the facts and applies them; its answer may leave only once `commit`
+returned (leases and questions excepted: a lease that a crash forgets is claimed again at reattach). A disk that
+is full refuses new tasks and nothing else; any other failure of the journal is the end of the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+import fabric_pipelines
+from fabric_pipelines.broker.core import Core, Limits, Session
+from fabric_pipelines.broker.facts import (
+    Enqueued,
+    Fact,
+    Started,
+    SubmissionOpened,
+    kind_of,
+    rows_of,
+)
+from fabric_pipelines.broker.payloads import Payloads
+from fabric_pipelines.broker.recovery import Log, rebuild
+from fabric_pipelines.broker.replies import (
+    PROTOCOL_VERSION,
+    AttachReply,
+    BrokerInfo,
+    BrokerStatus,
+    ComputedReply,
+    RenewReply,
+    SubmissionState,
+    VerifyReport,
+)
+from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import Backpressure, BalanceBroken, StorageFailed, UsageError
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.submission import Submission
+
+GROUP_BYTES = 8 << 20
+AUDIT_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskUpload:
+    """A checked batch on its way in; `columns` were computed outside the owner's thread."""
+
+    submission_id: str
+    first_row: int
+    batch: pa.RecordBatch
+    columns: BatchColumns
+
+
+class Fatal(Exception):
+    """The journal failed: nothing may be acknowledged any more. `__cause__` says why."""
+
+
+class Owner:
+    def __init__(
+        self,
+        journal: Log,
+        limits: Limits,
+        *,
+        journal_high_water: int = 8 << 30,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """Replays the journal. Whatever was leased in an earlier life is in doubt from here on."""
+        self.journal, self.clock, self.limits = journal, clock, limits
+        self.journal_high_water = journal_high_water
+        state = rebuild(journal.incarnation, journal.replay())
+        restarted = state.frames > 0
+        self.core = Core(state, limits, now_s=clock.monotonic_s())
+        self.payloads = Payloads(journal, state)
+        self.draining = False
+        self.fsyncs = 0
+        self._group_bytes = 0
+        self._audit_s = clock.monotonic_s()
+        if restarted:
+            self._log([Started(fabric_pipelines.__version__)])
+            self.commit()
+
+    # -- journal
+
+    @property
+    def dirty(self) -> bool:
+        """Facts were appended that are not durable yet."""
+        return self._group_bytes > 0
+
+    def commit(self) -> None:
+        if not self.dirty:
+            return
+        try:
+            self.journal.commit()
+        except StorageFailed as fault:
+            raise Fatal(str(fault)) from fault
+        self.fsyncs += 1
+        self._group_bytes = 0
+
+    def idle(self) -> None:
+        """Nothing is waiting: make the last leases durable, and record that they are."""
+        self.commit()
+        try:
+            self.journal.mark_durable()
+        except StorageFailed as fault:
+            raise Fatal(str(fault)) from fault
+
+    def _log(self, facts: list[Fact], columns: BatchColumns | None = None) -> None:
+        for fact in facts:
+            pieces = fact.encode()
+            size = sum(map(len, pieces)) + 128
+            if self.dirty and self._group_bytes + size > GROUP_BYTES:
+                self.commit()
+            lsn = self._append(fact, pieces)
+            self._group_bytes += size
+            try:
+                self.core.apply(fact, lsn, columns)
+            except BalanceBroken as broken:
+                raise Fatal(str(broken)) from broken
+
+    def _append(self, fact: Fact, pieces: list[Any]) -> int:
+        """Only new tasks may be refused for want of space: they are nowhere yet. All else frees some in the
+        end, and a broker that cannot write it down must not go on."""
+        refusable = isinstance(fact, Enqueued | SubmissionOpened)
+        arguments: dict[str, Any] = {
+            "rows": rows_of(fact),
+            "time_us": self.clock.wall_us(),
+            "essential": not refusable,
+        }
+        kind = int(kind_of(fact))
+        try:
+            try:
+                return self.journal.append(kind, pieces, **arguments)
+            except UsageError:
+                if not self.dirty:
+                    raise  # does not fit a segment even alone: the caller's batch is too large
+                self.commit()
+                return self.journal.append(kind, pieces, **arguments)
+        except StorageFailed as fault:
+            if refusable and self._journal_works():
+                raise
+            raise Fatal(str(fault)) from fault
+
+    def _journal_works(self) -> bool:
+        try:
+            self.journal.commit()
+        except StorageFailed:
+            return False
+        self._group_bytes = 0
+        return True
+
+    # -- anyone
+
+    def info(self) -> BrokerInfo:
+        journal = self.journal
+        return BrokerInfo(
+            protocol=PROTOCOL_VERSION,
+            version=fabric_pipelines.__version__,
+            journal_id=journal.journal_id,
+            incarnation=journal.incarnation,
+            durable_lsn=journal.durable_lsn,
+            lease_ms=round(self.limits.lease_s * 1000),
+            pid=os.getpid(),
+        )
+
+    def status(self) -> BrokerStatus:
+        core, state = self.core, self.core.state
+        return BrokerStatus(
+            lanes=[
+                {
+                    "lane": lane.name,
+                    "step": lane.step.name.lower(),
+                    "generation": lane.generation,
+                    **state.accounts.ledger(lane.index).as_json(),
+                }
+                for lane in state.lanes
+            ],
+            total=state.total(),
+            counters={**core.counters, "fsyncs": self.fsyncs},
+            journal={
+                "journal_id": self.journal.journal_id,
+                "incarnation": self.journal.incarnation,
+                "bytes": self.journal.bytes_used,
+                "durable_lsn": self.journal.durable_lsn,
+            },
+            submissions=len(state.submissions),
+            consumers=[
+                {
+                    "session": session.name,
+                    "engine": session.engine,
+                    "device": session.device,
+                    "profile": session.profile.as_json(),
+                    "leased": sum(
+                        state.leases[at].open for at in state.session_leases.get(session.name, ())
+                    ),
+                    "lane": session.lane.name if session.lane else None,
+                }
+                for session in core.sessions.values()
+            ],
+            hold=bool(core.hold_reason),
+            draining=self.draining,
+            fault=core.fault,
+        )
+
+    def verify(self) -> VerifyReport:
+        """A second state from the log alone must equal the live one; accounts, orders and index must agree."""
+        self.commit()
+        state = self.core.state
+        twin = rebuild(self.journal.incarnation, self.journal.replay())
+        differences = state.differences(twin) + state.audit() + self.core.stranded()
+        if differences and not self.core.fault:
+            self.core.fault = (
+                f"verify found {len(differences)} differences, first: {differences[0]}; leasing has "
+                "stopped, keep the journal folder"
+            )
+        return VerifyReport(not differences, state.index.count, state.frames, differences)
+
+    def drain(self) -> None:
+        """Take no new tasks from now on; what is here goes on."""
+        self.draining = True
+
+    # -- producers
+
+    def open_submission(self, header: Submission) -> SubmissionState:
+        facts = self.core.open(header)
+        if facts:
+            self._require_room()
+        self._log(facts)
+        return self._state_of(header.submission_id)
+
+    def enqueue(self, upload: TaskUpload) -> SubmissionState:
+        tokens = int(upload.columns.prompt.sum())
+        facts, fresh = self.core.enqueue(
+            upload.submission_id, upload.first_row, upload.batch, tokens
+        )
+        if fresh is not None:
+            self._require_room()
+            whole = fresh.num_rows == upload.batch.num_rows
+            self._log(facts, upload.columns if whole else None)
+            self.core.remember_content(upload.submission_id, fresh)
+        return self._state_of(upload.submission_id)
+
+    def close_submission(self, submission_id: str) -> SubmissionState:
+        record = self.core.known(submission_id)
+        self._require_written(record.batches)
+        facts = self.core.close(submission_id, self.payloads.batches(record.batches))
+        self._log(facts)
+        self._log(self.core.lane_steps())
+        return self._state_of(submission_id)
+
+    def submission(self, submission_id: str) -> SubmissionState | None:
+        return self.core.submission(submission_id)
+
+    def _state_of(self, submission_id: str) -> SubmissionState:
+        found = self.core.submission(submission_id)
+        assert found is not None
+        return found
+
+    def _require_room(self) -> None:
+        if self.draining:
+            raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
+        self.core.require_backlog_room(self.journal.bytes_used, self.journal_high_water)
+
+    def _require_written(self, lsns: Sequence[int]) -> None:
+        """A frame of the open group cannot be read back."""
+        if lsns and max(lsns) > self.journal.durable_lsn:
+            self.commit()
+
+    # -- consumers
+
+    def attach(
+        self,
+        name: str,
+        engine: str,
+        engine_fingerprint: str,
+        device: str,
+        profile: Profile,
+        held: Sequence[int],
+    ) -> AttachReply:
+        deadline = self.clock.monotonic_s() + self.limits.lease_s
+        session = Session(name, engine, engine_fingerprint, device, profile, deadline)
+        facts, reply = self.core.attach(session, held)
+        self._log(facts)
+        return reply
+
+    def lease(self, name: str, budget: Budget, call: int) -> tuple[Lease | None, str]:
+        """The lease or, without one, the reason to hold ("" when nothing is ready)."""
+        facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
+        self._log(facts)
+        if grant is None:
+            return None, self.core.hold_reason
+        frames, _ = self.core.state.index.locate(grant.tasks)
+        self._require_written([int(frames.max())])
+        deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
+        return self.payloads.lease(grant, deadline_us), ""
+
+    def renew(self, name: str) -> RenewReply:
+        return self.core.renew(name, self.clock.monotonic_s(), self.clock.wall_us())
+
+    def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
+        facts, reply = self.core.computed(name, batch, ipc)
+        self._log(facts)
+        return reply
+
+    def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:
+        facts, count = self.core.nack(name, task_ids, reason, attempted=attempted)
+        self._log(facts)
+        return count
+
+    def detach(self, name: str) -> None:
+        self._log(self.core.detach(name))
+
+    def tick(self) -> None:
+        """Time passed: expire what is due, and look now and then whether the accounts still hold."""
+        now_s = self.clock.monotonic_s()
+        self._log(self.core.tick(now_s))
+        if now_s - self._audit_s >= AUDIT_EVERY_S and not self.core.fault:
+            self._audit_s = now_s
+            if differences := self.core.state.audit():
+                raise Fatal(f"the accounts do not match the tasks: {differences[0]}")
+
+    # -- completion
+
+    def pull(self, name: str, rows: int) -> pa.RecordBatch | None:
+        tasks = self.core.pull(name, rows)
+        if not len(tasks):
+            return None
+        self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
+        return self.payloads.pulled(tasks)
+
+    def release_pulled(self, name: str) -> None:
+        self.core.release_pulled(name)
+
+    def settle(
+        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+    ) -> int:
+        facts, count = self.core.settle(task_ids, confirmation, dead=dead)
+        self._log(facts)
+        self._log(self.core.lane_steps())
+        return count

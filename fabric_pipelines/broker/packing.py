@@ -1,0 +1,41 @@
+"""Cut one batch from the head of one lane for one session.
+
+A lane holds one aligned length (or packed work that pads to nothing), so any prefix of it fits together.
+Packing takes the longest prefix that fits what the session may still take, by prefix sums, and never reaches
+past a task that does not fit: what is skipped can starve. The head always goes, even when it is too long by
+itself; the worker reports it as oversized and the lane moves on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.records.batch import Budget
+
+Counts = npt.NDArray[np.int64]
+
+
+def pack(prompt: Counts, new: Counts, budget: Budget, *, padded_length: int = 0) -> int:
+    """How many of the first tasks go, at least 1 of a non-empty lane.
+
+    prompt: prompt tokens, new: cap of new tokens, both int64 [n] in lane order. padded_length: what each task
+    costs a step in a single-pass lane; 0 for packed work, where it costs its prompt.
+    """
+    if not len(prompt):
+        return 0
+    limit = min(budget.sequences, len(prompt))
+    step = np.cumsum(np.full(limit, padded_length) if padded_length else prompt[:limit])
+    count = int(np.searchsorted(step, budget.tokens, side="right"))
+    if budget.kv_tokens is not None:
+        held = np.cumsum(prompt[:limit] + new[:limit])
+        count = min(count, int(np.searchsorted(held, budget.kv_tokens, side="right")))
+    return max(1, min(count, limit))
+
+
+def guided(sequences: int, ready: int, consumers: int) -> int:
+    """Lease size near the end (guided self-scheduling): no session takes more than its half share of what is
+    left, so that all finish together. One consumer alone has nobody to wait for and takes full batches."""
+    if consumers <= 1:
+        return sequences
+    return max(1, min(sequences, ready // (2 * consumers)))

@@ -1,0 +1,168 @@
+"""Payloads: the tokens of leased tasks and the outcomes of computed ones, gathered from journal frames.
+
+Frames are decoded once and kept for a while, bounded in bytes; a decoded batch is a view of its frame. Rows are
+taken frame by frame with Arrow's own `take`: a ragged gather in numpy is ten times slower.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from fabric_pipelines.broker.core import Grant
+from fabric_pipelines.broker.facts import Computed, Enqueued, decode
+from fabric_pipelines.broker.state import State
+from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.completion import PULLED_SCHEMA, clip_error_text
+from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
+
+Sequences = npt.NDArray[np.int64]
+CACHE_BYTES = 256 << 20
+
+
+class FrameReader(Protocol):
+    def read(self, lsn: int) -> Any: ...
+
+
+class Payloads:
+    def __init__(self, journal: FrameReader, state: State) -> None:
+        self._journal, self._state = journal, state
+        self._cache: OrderedDict[int, tuple[pa.RecordBatch, int]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def lease(self, grant: Grant, deadline_us: int) -> Lease:
+        """The lease as a worker receives it."""
+        index, lane = self._state.index, grant.lane
+        rows = self._gather(*index.locate(grant.tasks))
+        tasks = pa.RecordBatch.from_arrays(
+            [
+                pa.array(self._state.task_ids(grant.tasks)),
+                *rows.columns,
+                pa.array(index.attempts[grant.tasks]),
+                pa.array(grant.leader),
+            ],
+            schema=LEASE_SCHEMA,
+        )
+        return Lease(
+            lease_id=grant.lease_id,
+            lane=lane.name,
+            engine=lane.key.engine,
+            sampling=lane.sampling,
+            aligned_length=lane.key.length,
+            deadline_us=deadline_us,
+            tasks=tasks,
+        )
+
+    def pulled(self, tasks: Sequences) -> pa.RecordBatch:
+        """Completions of `tasks` in that order, as PULLED_SCHEMA."""
+        index, state = self._state.index, self._state
+        frames = index.done[tasks]
+        reported = np.flatnonzero(frames >= 0)
+        silent = np.flatnonzero(frames < 0)
+        parts = []
+        if len(reported):
+            lsns = index.done_frames.view[frames[reported]]
+            parts.append(self._gather(lsns, index.done_row[tasks[reported]].astype(np.int64)))
+        if len(silent):
+            parts.append(self._unreported(tasks[silent], parts[0].schema if parts else None))
+        rows = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+        places = np.argsort(np.concatenate([reported, silent]), kind="stable")
+        rows = rows.take(pa.array(places))
+        rows = self._with_counted_attempts(rows, tasks)
+        headers = [state.submissions[at].header for at in index.submission[tasks].tolist()]
+        return pa.RecordBatch.from_arrays(
+            [
+                pa.array([header.function for header in headers], pa.string()),
+                pa.array([header.submission_id for header in headers], pa.string()),
+                *rows.columns,
+            ],
+            schema=PULLED_SCHEMA,
+        )
+
+    def batches(self, lsns: list[int]) -> Iterator[pa.RecordBatch]:
+        """The task batches of ENQUEUE frames, one by one."""
+        return (self._decoded(lsn) for lsn in lsns)
+
+    def _with_counted_attempts(self, rows: pa.RecordBatch, tasks: Sequences) -> pa.RecordBatch:
+        """`attempts` as the broker counted them: it alone sees all of them."""
+        counted = self._state.index.attempts[tasks]
+        at = rows.schema.get_field_index("attempts")
+        return rows.set_column(at, rows.schema.field(at), pa.array(counted))
+
+    def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
+        """Tasks whose last lease ran out: nobody reported them, so the broker says why they are dead."""
+        index, count = self._state.index, len(tasks)
+        given = self._gather(*index.locate(tasks))
+        engines = [
+            self._state.submissions[at].header.engine for at in index.submission[tasks].tolist()
+        ]
+        texts = [clip_error_text(self._state.reasons.get(task, "")) for task in tasks.tolist()]
+        columns: dict[str, Any] = {
+            "task_id": self._state.task_ids(tasks),
+            "source_row": given.column("source_row"),
+            "status": ["failed"] * count,
+            "finish_reason": ["error"] * count,
+            "prompt_tokens": index.prompt[tasks].astype(np.uint32),
+            "padded_tokens": np.zeros(count, np.uint32),
+            "error_code": ["LeaseExpired"] * count,
+            "error_text": texts,
+            "attempts": index.attempts[tasks],
+            "engine": engines,
+            "engine_fingerprint": [""] * count,
+            "t_start_us": np.zeros(count, np.int64),
+            "t_end_us": np.zeros(count, np.int64),
+            "metadata": given.column("metadata"),
+        }
+        fields = [
+            field for field in PULLED_SCHEMA if field.name not in ("function", "submission_id")
+        ]
+        arrays = [
+            pa.nulls(count, field.type)
+            if field.name not in columns
+            else columns[field.name]
+            if isinstance(columns[field.name], pa.Array)
+            else pa.array(columns[field.name], field.type)
+            for field in fields
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema or pa.schema(fields))
+
+    def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
+        """Row rows[i] of frame lsns[i], in that order."""
+        order = np.lexsort((rows, lsns))
+        cuts = [0, *(np.flatnonzero(np.diff(lsns[order])) + 1).tolist(), len(order)]
+        parts = [
+            _take(self._decoded(int(lsns[order[a]])), rows[order[a:b]]) for a, b in pairwise(cuts)
+        ]
+        together = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+        if np.array_equal(order, np.arange(len(order))):
+            return together
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return together.take(pa.array(back))
+
+    def _decoded(self, lsn: int) -> pa.RecordBatch:
+        found = self._cache.get(lsn)
+        if found is None:
+            frame = self._journal.read(lsn)
+            fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
+            assert isinstance(fact, Enqueued | Computed), f"LSN {lsn} holds no batch"
+            found = self._cache[lsn] = (read_ipc(fact.ipc), len(fact.ipc))
+            self._cached_bytes += found[1]
+            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+                _, (_, size) = self._cache.popitem(last=False)
+                self._cached_bytes -= size
+        else:
+            self._cache.move_to_end(lsn)
+        return found[0]
+
+
+def _take(batch: pa.RecordBatch, rows: Sequences) -> pa.RecordBatch:
+    if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
+        return batch.slice(int(rows[0]), len(rows))
+    return batch.take(pa.array(rows))

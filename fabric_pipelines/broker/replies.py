@@ -1,0 +1,124 @@
+"""What the broker answers: plain values with a JSON form, shared by server and client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fabric_pipelines.ledger import Amount, Ledger
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerInfo:
+    protocol: int
+    version: str
+    journal_id: str
+    incarnation: int
+    durable_lsn: int
+    lease_ms: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionState:
+    """Tasks by state, then tokens. `first_task_id` is None until a task was enqueued."""
+
+    submission_id: str
+    function: str
+    engine: str
+    tasks: int
+    tokens: int
+    fingerprint: str
+    closed: bool
+    enqueued: int
+    ready: int
+    leased: int
+    computed: int
+    in_doubt: int
+    retired: int
+    dead: int
+    retired_tokens: int
+    output_tokens: int
+    first_task_id: int | None
+    batches: int
+
+    @property
+    def finished(self) -> bool:
+        return self.closed and self.tasks == self.retired + self.dead
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReply:
+    """accepted: held ids that stay leased to the session. lost: held ids that do not; drop their work."""
+
+    session: str
+    accepted: tuple[int, ...]
+    lost: tuple[int, ...]
+    lease_ms: int
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return self.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class RenewReply:
+    """hold: the high-water mark of computed tasks is reached; ask for no lease before `retry_after_s`."""
+
+    hold: bool
+    retry_after_s: float
+    deadline_us: int
+    leased: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedReply:
+    """accepted: taken as they are. duplicates: were computed, retired or dead before. late: taken over by
+    another session meanwhile. unknown: not of this journal. Only accepted ones changed anything."""
+
+    accepted: int
+    duplicates: int
+    late: int
+    unknown: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatus:
+    """lanes: list of {"lane", "step", "generation", **Ledger.as_json()}."""
+
+    lanes: list[dict[str, Any]]
+    total: Ledger
+    counters: dict[str, int]
+    journal: dict[str, Any]
+    submissions: int
+    consumers: list[dict[str, Any]]
+    hold: bool
+    draining: bool
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    ok: bool
+    tasks: int
+    frames: int
+    differences: list[str] = field(default_factory=list)
+
+
+def as_json(reply: Any) -> dict[str, Any]:
+    return asdict(reply)
+
+
+def broker_status(head: Mapping[str, Any]) -> BrokerStatus:
+    total = Ledger(**{name: Amount(**amount) for name, amount in head["total"].items()})
+    return BrokerStatus(**{**head, "total": total})
+
+
+def attach_reply(head: Mapping[str, Any]) -> AttachReply:
+    return AttachReply(
+        head["session"], tuple(head["accepted"]), tuple(head["lost"]), head["lease_ms"]
+    )

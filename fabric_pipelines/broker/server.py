@@ -1,0 +1,337 @@
+"""The server: Arrow Flight in front of the desk. Handlers look at what arrived and hand it over, no more.
+
+Whatever can be checked without the owner is checked here, in parallel and before anything is journaled: schema,
+offsets, vocabulary, CRC32C, types of every field. A role may do what ROLES says, no more.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from fabric_pipelines.broker.desk import Desk, Rank
+from fabric_pipelines.broker.envelope import Part
+from fabric_pipelines.broker.owner import TaskUpload
+from fabric_pipelines.broker.replies import SubmissionState, as_json
+from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
+from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.completion import COMPLETION_SCHEMA
+from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.shape import sampling_kind
+from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.task import column_checksums, require_task_batch
+
+UPLOADS_AHEAD = 8
+WAIT_MAX_S = 5.0
+
+Head = Mapping[str, Any]
+Reply = tuple[dict[str, Any], tuple[Part, ...]]
+
+CONSUMER = frozenset({"worker", "consumer"})
+COMPLETION = frozenset({"completion"})
+ANYONE = frozenset({"producer", "completion", "admin"}) | CONSUMER
+ROLES: Mapping[str, frozenset[str]] = {
+    "hello": ANYONE,
+    "submission": ANYONE,
+    "status": ANYONE,
+    "verify": ANYONE,
+    "close": frozenset({"producer", "admin"}),
+    "attach": CONSUMER,
+    "lease": CONSUMER,
+    "renew": CONSUMER,
+    "computed": CONSUMER,
+    "nack": CONSUMER,
+    "detach": CONSUMER | COMPLETION,
+    "pull": COMPLETION,
+    "release": COMPLETION,
+    "settle": COMPLETION,
+    "drain": frozenset({"admin", "producer"}),
+}
+
+
+class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no types
+    def __init__(self, endpoint: str, desk: Desk) -> None:
+        self._desk = desk
+        self._actions: dict[str, Callable[[Head, list[memoryview]], Reply]] = {
+            "hello": self._hello,
+            "submission": self._submission,
+            "status": self._status,
+            "verify": self._verify,
+            "close": self._close,
+            "attach": self._attach,
+            "lease": self._lease,
+            "renew": self._renew,
+            "computed": self._computed,
+            "nack": self._nack,
+            "detach": self._detach,
+            "pull": self._pull,
+            "release": self._release,
+            "settle": self._settle,
+            "drain": self._drain,
+        }
+        super().__init__(endpoint)
+
+    # -- DoAction
+
+    def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
+        try:
+            head, parts = read_message(action.body)
+            answer, payload = self._dispatch(action.type, head, parts)
+        except FabricError as fault:
+            answer, payload = error_head(fault), ()
+        return iter([flight.Result(message(answer, *payload))])
+
+    def _dispatch(self, name: str, head: Head, parts: list[memoryview]) -> Reply:
+        act, allowed = self._actions.get(name), ROLES.get(name, frozenset())
+        if act is None:
+            raise UsageError(f"the broker knows no operation {name!r}")
+        role = head.get("role")
+        if role not in allowed:
+            raise Refused(f"role {role!r} may not {name}: only {', '.join(sorted(allowed))} may")
+        try:
+            return act(head, parts)
+        except (KeyError, TypeError, ValueError, IndexError) as fault:
+            raise UsageError(
+                f"request {name!r} is malformed: {type(fault).__name__} {fault}"
+            ) from fault
+
+    def _hello(self, head: Head, parts: list[memoryview]) -> Reply:
+        return self._ask(lambda owner: owner.info(), Rank.QUESTION)
+
+    def _status(self, head: Head, parts: list[memoryview]) -> Reply:
+        return self._ask(lambda owner: owner.status(), Rank.QUESTION)
+
+    def _verify(self, head: Head, parts: list[memoryview]) -> Reply:
+        return self._ask(lambda owner: owner.verify(), Rank.QUESTION)
+
+    def _drain(self, head: Head, parts: list[memoryview]) -> Reply:
+        self._desk.ask(lambda owner: owner.drain(), Rank.QUESTION).result()
+        return {}, ()
+
+    def _submission(self, head: Head, parts: list[memoryview]) -> Reply:
+        submission_id = str(head["submission_id"])
+        found = self._desk.ask(
+            lambda owner: owner.submission(submission_id), Rank.QUESTION
+        ).result()
+        return {"state": None if found is None else as_json(found)}, ()
+
+    def _close(self, head: Head, parts: list[memoryview]) -> Reply:
+        submission_id = str(head["submission_id"])
+        return self._ask(lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE)
+
+    def _attach(self, head: Head, parts: list[memoryview]) -> Reply:
+        name, profile = _session(head), Profile(**head["profile"])
+        engine, device = str(head["engine"]), str(head["device"])
+        fingerprint, held = str(head["engine_fingerprint"]), _ids(parts[0]).tolist()
+        return self._ask(
+            lambda owner: owner.attach(name, engine, fingerprint, device, profile, held),
+            Rank.ACKNOWLEDGE,
+        )
+
+    def _lease(self, head: Head, parts: list[memoryview]) -> Reply:
+        name, call = _session(head), int(head["call"])
+        kv = head["kv_tokens"]
+        budget = Budget(
+            int(head["sequences"]), int(head["tokens"]), None if kv is None else int(kv)
+        )
+        lease, hold = self._desk.ask(
+            lambda owner: owner.lease(name, budget, call), Rank.LEASE, durable=False
+        ).result()
+        if lease is None:
+            return {"hold": hold}, ()
+        ipc = to_ipc(lease.to_batch())
+        return {"hold": hold, "crc32c": crc32c(ipc)}, (ipc,)
+
+    def _renew(self, head: Head, parts: list[memoryview]) -> Reply:
+        name = _session(head)
+        reply = self._desk.ask(
+            lambda owner: owner.renew(name), Rank.ACKNOWLEDGE, durable=False
+        ).result()
+        return as_json(reply), ()
+
+    def _computed(self, head: Head, parts: list[memoryview]) -> Reply:
+        name, ipc = _session(head), bytes(parts[0])
+        if crc32c(ipc) != head["crc32c"]:
+            raise SchemaError("completion batch does not match its CRC32C: send it again")
+        batch = from_ipc(ipc)
+        require_schema(batch, COMPLETION_SCHEMA, "completion batch")
+        for field in COMPLETION_SCHEMA:
+            if not field.nullable and batch.column(field.name).null_count:
+                raise SchemaError(f"completion batch has nulls in {field.name!r}")
+        return self._ask(lambda owner: owner.computed(name, batch, ipc), Rank.ACKNOWLEDGE)
+
+    def _nack(self, head: Head, parts: list[memoryview]) -> Reply:
+        name, ids = _session(head), _ids(parts[0])
+        reason, attempted = str(head["reason"]), bool(head.get("attempted", False))
+        count = self._desk.ask(
+            lambda owner: owner.nack(name, ids, reason, attempted), Rank.ACKNOWLEDGE
+        ).result()
+        return {"count": count}, ()
+
+    def _detach(self, head: Head, parts: list[memoryview]) -> Reply:
+        name = _session(head)
+        self._desk.ask(lambda owner: owner.detach(name), Rank.ACKNOWLEDGE).result()
+        return {}, ()
+
+    def _pull(self, head: Head, parts: list[memoryview]) -> Reply:
+        name, rows = _session(head), int(head["rows"])
+        if rows < 1:
+            raise UsageError(f"pull of {rows} rows: it must be at least 1")
+        until = time.monotonic() + min(float(head["wait_s"]), WAIT_MAX_S)
+        while True:
+            batch = self._desk.ask(lambda owner: owner.pull(name, rows), Rank.LEASE).result()
+            left = until - time.monotonic()
+            if batch is not None or left <= 0:
+                break
+            with self._desk.news:
+                self._desk.news.wait(min(left, 0.25))
+        if batch is None:
+            return {}, ()
+        ipc = to_ipc(batch)
+        return {"crc32c": crc32c(ipc)}, (ipc,)
+
+    def _release(self, head: Head, parts: list[memoryview]) -> Reply:
+        name = _session(head)
+        self._desk.ask(lambda owner: owner.release_pulled(name), Rank.QUESTION).result()
+        return {}, ()
+
+    def _settle(self, head: Head, parts: list[memoryview]) -> Reply:
+        ids, dead = _ids(parts[0]), bool(head["dead"])
+        confirmation = Confirmation(str(head["kind"]), dict(head["proof"]))
+        count = self._desk.ask(
+            lambda owner: owner.settle(ids, confirmation, dead=dead), Rank.ACKNOWLEDGE
+        ).result()
+        return {"count": count}, ()
+
+    def _ask(self, act: Callable[[Any], Any], rank: Rank) -> Reply:
+        return as_json(self._desk.ask(act, rank).result()), ()
+
+    # -- DoPut
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """One submission: its header is the descriptor's command, then numbered batches. The first answer is
+        the submission as it stands, so that a producer can go on where an earlier one stopped."""
+        try:
+            header = Submission.from_json(descriptor.command or b"")
+            sampling_kind(header.sampling)
+            state = self._desk.ask(
+                lambda owner: owner.open_submission(header), Rank.ENQUEUE
+            ).result()
+            _answer(writer, state)
+            if not state.closed:
+                self._receive(header, reader, writer)
+        except FabricError as fault:
+            _answer(writer, fault)
+            raise as_flight_error(fault) from fault
+
+    def _receive(self, header: Submission, reader: Any, writer: Any) -> None:
+        """Read ahead of the acknowledgements, which a second thread sends as they become durable."""
+        answers: queue.Queue[Future[SubmissionState] | None] = queue.Queue(UPLOADS_AHEAD)
+        acknowledger = _Acknowledger(answers, writer)
+        acknowledger.start()
+        try:
+            for upload in _uploads(header, reader):
+                if acknowledger.fault:
+                    break
+                answers.put(self._desk.ask(_enqueue(upload), Rank.ENQUEUE))
+        finally:
+            answers.put(None)
+            acknowledger.join()
+        if acknowledger.fault:
+            raise acknowledger.fault
+        state = acknowledger.last
+        if state is None or state.enqueued < state.tasks:
+            return
+        submission_id = header.submission_id
+        _answer(
+            writer,
+            self._desk.ask(
+                lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE
+            ).result(),
+        )
+
+
+class _Acknowledger(threading.Thread):
+    """Sends each upload's answer in order; keeps the first error for the reader to find."""
+
+    def __init__(self, answers: queue.Queue[Future[SubmissionState] | None], writer: Any) -> None:
+        super().__init__(name="broker-acknowledger", daemon=True)
+        self._answers, self._writer = answers, writer
+        self.fault: FabricError | None = None
+        self.last: SubmissionState | None = None
+
+    def run(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                self.last = answer.result()
+                if self.fault is None:
+                    _answer(self._writer, self.last)
+            except FabricError as fault:
+                if self.fault is None:
+                    self.fault = fault
+                    _answer(self._writer, fault)
+
+
+def _enqueue(upload: TaskUpload) -> Callable[[Any], SubmissionState]:
+    def act(owner: Any) -> SubmissionState:
+        state: SubmissionState = owner.enqueue(upload)
+        return state
+
+    return act
+
+
+def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
+    """Checked batches of one stream; nothing of a bad batch reaches the owner."""
+    while True:
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+        try:
+            note = json.loads(bytes(chunk.app_metadata or b""))
+            first_row, sums = int(note["first_row"]), list(note["crc32c"])
+        except (ValueError, KeyError, TypeError) as fault:
+            raise SchemaError(
+                'a task batch needs app_metadata {"first_row": n, "crc32c": [6 numbers]}'
+            ) from fault
+        batch = chunk.data
+        require_task_batch(batch, vocab_size=header.vocab_size)
+        if column_checksums(batch) != sums:
+            raise SchemaError(
+                f"the task batch at row {first_row} does not match its CRC32C: send it again"
+            )
+        columns = BatchColumns.of(header, batch)
+        yield TaskUpload(header.submission_id, first_row, batch, columns)
+
+
+def _answer(writer: Any, answer: SubmissionState | FabricError) -> None:
+    """A producer that is gone gets no answer and needs none: what it sent is safe, and it can ask again."""
+    head = error_head(answer) if isinstance(answer, FabricError) else as_json(answer)
+    try:
+        writer.write(json.dumps(head).encode())
+    except (flight.FlightError, pa.ArrowException, OSError):
+        return
+
+
+def _session(head: Head) -> str:
+    name = head["session"]
+    if not isinstance(name, str) or not 0 < len(name) <= 200:
+        raise UsageError("a session needs a name of 1 to 200 characters")
+    return name
+
+
+def _ids(part: memoryview) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.frombuffer(part, np.int64)

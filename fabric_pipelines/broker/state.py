@@ -1,0 +1,407 @@
+"""State: what follows from the facts, in order, and nothing else; a second one built from the log must be equal.
+
+`apply` moves every task from the state the fact needs it in to the next one, with its account; a task that is
+elsewhere is a broken balance and raises. It returns the effects that derived structures (lane orders, the
+queue of computed tasks) need to know. A replay drops them and derives those structures once, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from fabric_pipelines.broker.accounts import (
+    COMPUTED,
+    DEAD,
+    IN_DOUBT,
+    LEASED,
+    READY,
+    RETIRED,
+    STATE_NAMES,
+    STATES,
+    Accounts,
+    recount,
+)
+from fabric_pipelines.broker.facts import (
+    Claimed,
+    Computed,
+    Enqueued,
+    Fact,
+    LanesStepped,
+    Leased,
+    Returned,
+    Settled,
+    Started,
+    SubmissionClosed,
+    SubmissionOpened,
+    Verdict,
+)
+from fabric_pipelines.broker.index import Growing, TaskIndex
+from fabric_pipelines.broker.lanes import Lane, Step, key_of, shapes
+from fabric_pipelines.broker.prefix import prefix_keys
+from fabric_pipelines.errors import BalanceBroken
+from fabric_pipelines.ids import SEQUENCE_BITS
+from fabric_pipelines.ledger import Ledger
+from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.shape import LaneKey
+from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.task import token_counts
+
+Sequences = npt.NDArray[np.int64]
+NOTHING: Sequences = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchColumns:
+    """What the index needs of a task batch: int64 [rows] each, keys uint64."""
+
+    prompt: npt.NDArray[np.int64]
+    new: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, submission: Submission, batch: pa.RecordBatch) -> BatchColumns:
+        prompt = token_counts(batch)
+        new = batch.column("max_new_tokens").to_numpy().astype(np.int64)
+        tokens = batch.column("tokens").flatten().to_numpy()
+        return cls(prompt, new, shapes(submission, prompt, new), prefix_keys(tokens, prompt))
+
+
+@dataclass(slots=True)
+class SubmissionRecord:
+    index: int
+    header: Submission
+    closed: bool = False
+    rows: int = 0
+    tokens: int = 0
+    batches: list[int] = field(default_factory=list)  # lsn of each
+    first_sequence: int | None = None
+    lanes: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class OpenLease:
+    session: str
+    tasks: Sequences
+    open: int
+
+
+@dataclass(slots=True)
+class Effects:
+    """runs: (lane, keys, tasks), sorted by key, that became ready. pieces: tasks of one lease and lane that
+    came back and go out again first, each by itself. computed: tasks that now wait to be pulled."""
+
+    runs: list[tuple[int, npt.NDArray[np.uint64], Sequences]] = field(default_factory=list)
+    pieces: list[tuple[int, Sequences]] = field(default_factory=list)
+    computed: Sequences = field(default_factory=lambda: NOTHING)
+
+
+class State:
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.index = TaskIndex()
+        self.accounts = Accounts()
+        self.lanes: list[Lane] = []
+        self.submissions: list[SubmissionRecord] = []
+        self.by_submission: dict[str, SubmissionRecord] = {}
+        self.submission_tasks = np.zeros((STATES + 1, 16), np.int64)
+        self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
+        self.output_tokens = np.zeros(16, np.int64)
+        self.sessions: dict[str, int] = {}  # every name that ever held a lease
+        self.leases: dict[int, OpenLease] = {}
+        self.session_leases: dict[str, set[int]] = {}
+        self.next_lease = 1
+        self.reasons: dict[int, str] = {}  # of tasks that died without a report of their own
+        self.engines: dict[str, int] = {}
+        self.engine_ready = np.zeros(8, np.int64)
+        self.lane_engine = Growing(np.int32)
+        self.frames = 0
+        self._lane_of: dict[LaneKey, int] = {}
+
+    # -- applying facts
+
+    def apply(self, fact: Fact, lsn: int, columns: BatchColumns | None = None) -> Effects:
+        """`columns` spares decoding an Enqueued whose batch the caller has looked at already."""
+        self.frames += 1
+        effects = Effects()
+        if isinstance(fact, Enqueued):
+            self._enqueued(fact, lsn, columns, effects)
+        elif isinstance(fact, Leased):
+            self._lease(fact.lease_id, fact.session, fact.tasks, (READY,))
+        elif isinstance(fact, Computed):
+            self._computed(fact, lsn, effects)
+        elif isinstance(fact, Settled):
+            self._settled(fact)
+        elif isinstance(fact, Returned):
+            self._returned(fact, effects)
+        elif isinstance(fact, Claimed):
+            self._lease(fact.lease_id, fact.session, fact.tasks, (READY, IN_DOUBT))
+        elif isinstance(fact, SubmissionOpened):
+            self._opened(fact)
+        elif isinstance(fact, SubmissionClosed):
+            self.by_submission[fact.submission_id].closed = True
+        elif isinstance(fact, Started):
+            self._started()
+        elif isinstance(fact, LanesStepped):
+            self._stepped(fact)
+        return effects
+
+    def _opened(self, fact: SubmissionOpened) -> None:
+        record = SubmissionRecord(len(self.submissions), fact.header)
+        self.submissions.append(record)
+        self.by_submission[fact.header.submission_id] = record
+        if len(self.submissions) > len(self.retired_tokens):
+            self.submission_tasks = np.pad(
+                self.submission_tasks, ((0, 0), (0, len(self.retired_tokens)))
+            )
+            self.retired_tokens = np.pad(self.retired_tokens, (0, len(self.retired_tokens)))
+            self.output_tokens = np.pad(self.output_tokens, (0, len(self.output_tokens)))
+
+    def _enqueued(
+        self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
+    ) -> None:
+        record = self.by_submission[fact.submission_id]
+        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc))
+        if fact.base != self.index.count or len(columns.prompt) != fact.rows:
+            raise BalanceBroken(
+                f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "
+                f"an index of {self.index.count} tasks"
+            )
+        new = self.index.extend(fact.rows, lsn)
+        tasks = np.arange(new.start, new.stop, dtype=np.int64)
+        found, inverse = np.unique(columns.shape, return_inverse=True)
+        lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
+        index = self.index
+        index.lane[new], index.submission[new] = lanes, record.index
+        index.prompt[new], index.new[new] = columns.prompt, columns.new
+        index.key[new] = columns.key
+        self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
+        np.add.at(self.engine_ready, self.lane_engine.view[lanes], 1)
+        self.submission_tasks[(0, READY + 1), record.index] += fact.rows
+        record.rows += fact.rows
+        record.tokens += int(columns.prompt.sum())
+        record.batches.append(lsn)
+        if record.first_sequence is None:
+            record.first_sequence = fact.base
+        effects.runs += self.runs_of(tasks)
+        self._require_balance(lanes)
+
+    def runs_of(self, tasks: Sequences) -> list[tuple[int, npt.NDArray[np.uint64], Sequences]]:
+        """`tasks` by lane, each sorted by key."""
+        if not len(tasks):
+            return []
+        lanes, keys = self.index.lane[tasks], self.index.key[tasks]
+        order = np.lexsort((keys, lanes))
+        lanes, keys, tasks = lanes[order], keys[order], tasks[order]
+        cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
+        return [(int(lanes[a]), keys[a:b], tasks[a:b]) for a, b in pairwise(cuts)]
+
+    def _feed(self, record: SubmissionRecord, shape: int) -> int:
+        """The lane of `shape` for this submission, opened (again) if need be."""
+        key = key_of(record.header, shape)
+        at = self._lane_of.get(key)
+        if at is None:
+            at = self._lane_of[key] = len(self.lanes)
+            engine = self.engines.setdefault(key.engine, len(self.engines))
+            if engine == len(self.engine_ready):
+                self.engine_ready = np.pad(self.engine_ready, (0, engine))
+            self.lane_engine.append(engine)
+            self.lanes.append(Lane(at, key, dict(record.header.sampling), self.accounts))
+            self.accounts.grow(len(self.lanes))
+        lane = self.lanes[at]
+        if lane.step is Step.RETIRED:
+            lane.generation += 1
+        lane.step = Step.ACTIVE
+        lane.producers.add(record.index)
+        record.lanes.add(at)
+        return at
+
+    def _lease(
+        self, lease_id: int, session: str, tasks: Sequences, allowed: tuple[int, ...]
+    ) -> None:
+        self._move(tasks, allowed, LEASED, "LEASE")
+        self.index.lease[tasks] = lease_id
+        self.index.holder[tasks] = self.sessions.setdefault(session, len(self.sessions))
+        self.leases[lease_id] = OpenLease(session, tasks, len(tasks))
+        self.session_leases.setdefault(session, set()).add(lease_id)
+        self.next_lease = max(self.next_lease, lease_id + 1)
+
+    def _computed(self, fact: Computed, lsn: int, effects: Effects) -> None:
+        frame = self.index.done_frames.count
+        self.index.done_frames.append(lsn)
+        again = fact.verdicts == Verdict.RETRY
+        back, done = fact.tasks[again], fact.tasks[~again]
+        self._end_lease(fact.tasks)
+        self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
+        self.index.verdict[done] = fact.verdicts[~again]
+        self.index.done[done] = frame
+        self.index.done_row[done] = np.flatnonzero(~again)
+        self.index.output[done] = fact.output_tokens[~again]
+        effects.computed = done
+        if len(back):
+            self._move(back, (LEASED, IN_DOUBT), READY, "COMPUTED")
+            self.index.attempts[back] += 1
+            effects.runs += self.runs_of(back)
+
+    def _returned(self, fact: Returned, effects: Effects) -> None:
+        tasks, verdicts = fact.tasks, fact.verdicts
+        leases = self.index.lease[tasks]
+        self._end_lease(tasks)
+        self.index.attempts[tasks[verdicts != Verdict.RETURNED]] += 1
+        dead = verdicts == Verdict.FAILED
+        self._move(tasks[dead], (LEASED, IN_DOUBT), COMPUTED, "EXPIRE or NACK")
+        self.index.verdict[tasks[dead]] = Verdict.FAILED
+        self.reasons.update((int(task), fact.reason) for task in tasks[dead])
+        effects.computed = tasks[dead]
+        back, leases = tasks[~dead], leases[~dead]
+        self._move(back, (LEASED, IN_DOUBT), READY, "EXPIRE or NACK")
+        in_doubt = leases < 0
+        effects.runs += self.runs_of(back[in_doubt])
+        self._pieces(back[~in_doubt], leases[~in_doubt], fact.expired, effects)
+
+    def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
+        """By lease and lane, in the order they had been leased. A lease that ran out may hold a task that
+        kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
+        lanes = self.index.lane[tasks]
+        for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
+            piece = tasks[(leases == lease) & (lanes == lane)]
+            middle = (len(piece) + 1) // 2 if halve else len(piece)
+            effects.pieces += [
+                (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)
+            ]
+
+    def _end_lease(self, tasks: Sequences) -> None:
+        leases = self.index.lease[tasks]
+        self.index.lease[tasks] = -1
+        for lease_id, count in zip(
+            *np.unique(leases[leases >= 0], return_counts=True), strict=True
+        ):
+            lease = self.leases[int(lease_id)]
+            lease.open -= int(count)
+            if not lease.open:
+                del self.leases[int(lease_id)]
+                self.session_leases[lease.session].discard(int(lease_id))
+
+    def _settled(self, fact: Settled) -> None:
+        tasks = fact.tasks
+        self._move(tasks, (COMPUTED,), DEAD if fact.dead else RETIRED, "RETIRE or DEAD")
+        for task in tasks if self.reasons and fact.dead else ():
+            self.reasons.pop(int(task), None)
+        if not fact.dead:
+            records = self.index.submission[tasks]
+            np.add.at(self.retired_tokens, records, self.index.prompt[tasks])
+            np.add.at(self.output_tokens, records, self.index.output[tasks])
+
+    def _started(self) -> None:
+        leased = self.in_state(LEASED)
+        self._move(leased, (LEASED,), IN_DOUBT, "STARTED")
+        self.index.lease[leased] = -1
+        self.leases.clear()
+        self.session_leases.clear()
+
+    def _stepped(self, fact: LanesStepped) -> None:
+        for at, generation, step, retired, dead in fact.steps.tolist():
+            lane, ledger = self.lanes[at], self.accounts.ledger(at)
+            closing = (lane.generation, ledger.retired.tasks, ledger.dead.tasks)
+            if closing != (generation, retired, dead):
+                raise BalanceBroken(
+                    f"lane {lane.name} steps with (generation, retired, dead) {closing}, "
+                    f"the log says {(generation, retired, dead)}"
+                )
+            lane.step = Step(step)
+
+    # -- moving tasks
+
+    def _move(self, tasks: Sequences, allowed: tuple[int, ...], target: int, fact: str) -> None:
+        if not len(tasks):
+            return
+        index = self.index
+        states = index.state[tasks]
+        for source in np.unique(states).tolist():
+            if source not in allowed:
+                at = int(tasks[int(np.argmax(states == source))])
+                raise BalanceBroken(
+                    f"a {fact} fact names task sequence {at}, which is {STATE_NAMES[source]}"
+                )
+        if len(np.unique(tasks)) != len(tasks):
+            raise BalanceBroken(f"a {fact} fact names a task twice")
+        for source in np.unique(states).tolist():
+            self._move_uniform(tasks[states == source], source, target)
+        index.state[tasks] = target
+        self._require_balance(index.lane[tasks])
+
+    def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
+        index = self.index
+        lanes, records = index.lane[tasks], index.submission[tasks]
+        prompt = index.prompt[tasks].astype(np.int64)
+        self.accounts.move(lanes, self.task_ids(tasks), prompt, source, target)
+        np.subtract.at(self.submission_tasks[source + 1], records, 1)
+        np.add.at(self.submission_tasks[target + 1], records, 1)
+        if READY in (source, target):
+            change = 1 if target == READY else -1
+            np.add.at(self.engine_ready, self.lane_engine.view[lanes], change)
+
+    def _require_balance(self, lanes: npt.NDArray[np.int32]) -> None:
+        for at in self.accounts.unbalanced(lanes):
+            self.accounts.ledger(int(at)).require_balanced(f"lane {self.lanes[int(at)].name}")
+
+    # -- questions
+
+    def task_ids(self, tasks: Sequences) -> Sequences:
+        return tasks + np.int64(self.incarnation << SEQUENCE_BITS)
+
+    def in_state(self, state: int) -> Sequences:
+        return np.flatnonzero(self.index.state[: self.index.count] == state)
+
+    def total(self) -> Ledger:
+        return self.accounts.total()
+
+    def audit(self) -> list[str]:
+        """Differences between the accounts and a recount over the state of every task."""
+        count, index = self.index.count, self.index
+        fresh = recount(
+            index.state[:count],
+            index.lane[:count],
+            index.prompt[:count].astype(np.int64),
+            self.task_ids(np.arange(count, dtype=np.int64)),
+            len(self.lanes),
+        )
+        return self.accounts.differences(fresh, [lane.name for lane in self.lanes])
+
+    def differences(self, other: State) -> list[str]:
+        """Everything in which this state is not the one that `other` (from the log alone) is."""
+        found = self.index.differences(other.index)
+        names = [lane.name for lane in max(self.lanes, other.lanes, key=len)]
+        found += self.accounts.differences(other.accounts, names)
+        for what in ("sessions", "reasons", "next_lease", "frames", "engines"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                found.append(f"{what} are {mine}, the log gives {theirs}")
+        mine_open = {key: (lease.session, lease.open) for key, lease in self.leases.items()}
+        if mine_open != {key: (lease.session, lease.open) for key, lease in other.leases.items()}:
+            found.append("open leases differ from those of the log")
+        found += _unequal_records(self.submissions, other.submissions)
+        for lane, twin in zip(self.lanes, other.lanes, strict=False):
+            if (lane.key, lane.generation, lane.step) != (twin.key, twin.generation, twin.step):
+                found.append(
+                    f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}"
+                )
+        for what in ("submission_tasks", "retired_tokens", "output_tokens", "engine_ready"):
+            if not np.array_equal(getattr(self, what), getattr(other, what)):
+                found.append(f"{what} differ from those of the log")
+        return found
+
+
+def _unequal_records(mine: list[SubmissionRecord], theirs: list[SubmissionRecord]) -> list[str]:
+    if len(mine) != len(theirs):
+        return [f"there are {len(mine)} submissions, the log gives {len(theirs)}"]
+    return [
+        f"submission {a.header.submission_id[:12]} differs from that of the log"
+        for a, b in zip(mine, theirs, strict=True)
+        if a != b
+    ]

@@ -1,0 +1,220 @@
+"""Landed results handed over: as Arrow, as Parquet, as counts, and as the ids that are nowhere.
+
+Reads what has landed so far, in task order and in bounded batches. A function is read from its own table, one
+without a sink from the generic table. Nothing here writes to the database.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from psycopg import sql
+
+from fabric_pipelines.dataplane.database import Connection, Database
+from fabric_pipelines.dataplane.sinks import GENERIC, SINKS, Sink, sink_of
+from fabric_pipelines.dataplane.sql import compose, query, relation
+from fabric_pipelines.errors import StorageFailed, UsageError
+
+ROWS_PER_BATCH = 10_000
+
+_ARROW = {
+    "int2": pa.int16(),
+    "int4": pa.int32(),
+    "int8": pa.int64(),
+    "text": pa.string(),
+    "bytea": pa.binary(),
+    "timestamptz": pa.timestamp("us", "UTC"),
+}
+_TOKENS = pa.list_(pa.uint32())
+_VECTOR = pa.list_(pa.float16())
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One column to read: how SQL selects it and what becomes of its values."""
+
+    name: str
+    select: sql.Composable
+    arrow: pa.DataType
+    packed: np.dtype[Any] | None = None
+    prefix: int = 0
+
+    def build(self, values: Sequence[Any]) -> pa.Array:
+        if self.packed is None:
+            return pa.array(values, self.arrow)
+        return _unpack(values, self.packed, self.prefix, self.arrow)
+
+
+def read(
+    database: Database, *, function: str | None = None, submission_id: str | None = None
+) -> pa.Table:
+    """All landed rows of a function, of a submission, or of both. Tokens come as list<uint32>, vectors as
+    list<halffloat>. Raises UsageError when neither is given or the submission has no rows anywhere."""
+    schema, batches = scan(database, function=function, submission_id=submission_id)
+    return pa.Table.from_batches(batches, schema)
+
+
+def scan(
+    database: Database, *, function: str | None = None, submission_id: str | None = None
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """As `read`, in batches of at most ROWS_PER_BATCH rows, from one snapshot."""
+    if function is None and submission_id is None:
+        raise UsageError("say whose results: a function, a submission id, or both")
+    sink = sink_of(function) if function else _sink_of_submission(database, str(submission_id))
+    fields = _fields(sink, database.vector_type)
+    schema = pa.schema([pa.field(field.name, field.arrow) for field in fields])
+    condition = _condition(sink, function, submission_id)
+    return schema, _batches(database, sink, fields, schema, condition)
+
+
+def to_parquet(
+    database: Database,
+    path: Path,
+    *,
+    function: str | None = None,
+    submission_id: str | None = None,
+) -> int:
+    """Write the rows to `path` (written beside, fsynced, renamed); returns how many."""
+    schema, batches = scan(database, function=function, submission_id=submission_id)
+    rows = 0
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    except OSError as fault:
+        raise StorageFailed(f"{path} cannot be written: {fault.strerror}") from fault
+    beside = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    rows += batch.num_rows
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+    except OSError as fault:
+        raise StorageFailed(f"{path} cannot be written: {fault}") from fault
+    finally:
+        beside.unlink(missing_ok=True)
+    return rows
+
+
+def dead_letters(
+    database: Database, *, function: str | None = None, submission_id: str | None = None
+) -> pa.Table:
+    """Dead letters with their reasons, without the raw rows."""
+    values = {"function": function, "submission_id": submission_id}
+    with database.session() as connection, connection.cursor() as cursor:
+        cursor.execute(query("read_dead_letters"), values)
+        assert cursor.description is not None
+        names = [column.name for column in cursor.description]
+        rows = cursor.fetchall()
+    kinds = {"task_id": pa.int64(), "source_row": pa.int64(), "attempts": pa.int16()}
+    kinds |= {"prompt_tokens": pa.int32(), "landed_at": _ARROW["timestamptz"]}
+    columns = list(zip(*rows, strict=True)) or [()] * len(names)
+    arrays = [
+        pa.array(column, kinds.get(name, pa.string()))
+        for name, column in zip(names, columns, strict=True)
+    ]
+    return pa.table(arrays, names)
+
+
+def counts(database: Database) -> dict[str, int]:
+    """Rows by table."""
+    with database.session() as connection:
+        return dict(connection.execute(query("count_results")).fetchall())
+
+
+def unaccounted(database: Database, task_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Those of `task_ids` that neither landed nor died, ascending."""
+    with database.session() as connection:
+        rows = connection.execute(query("unaccounted"), {"task_ids": task_ids.tolist()}).fetchall()
+    return np.array([row[0] for row in rows], np.int64)
+
+
+def _sink_of_submission(database: Database, submission_id: str) -> Sink:
+    with database.session() as connection:
+        for sink in (*SINKS.values(), GENERIC):
+            statement = compose("has_submission", table=relation(sink.table))
+            row = connection.execute(statement, {"submission_id": submission_id}).fetchone()
+            if row and row[0]:
+                return sink
+    raise UsageError(
+        f"submission {submission_id[:12]} has no landed rows; `fabric status` shows where its tasks are"
+    )
+
+
+def _condition(sink: Sink, function: str | None, submission_id: str | None) -> sql.Composable:
+    parts: list[sql.Composable] = [sql.SQL("true")]
+    if sink is GENERIC and function is not None:
+        parts.append(sql.SQL("function = {}").format(sql.Literal(function)))
+    if submission_id is not None:
+        parts.append(sql.SQL("submission_id = {}").format(sql.Literal(submission_id)))
+    return sql.SQL(" and ").join(parts)
+
+
+def _fields(sink: Sink, vector_type: str) -> list[_Field]:
+    fields = []
+    for column in sink.columns:
+        name = sql.Identifier(column.name)
+        if column.name == "output":
+            fields.append(_Field("output", name, _TOKENS, np.dtype("<u4")))
+        elif column.kind == "vector" and vector_type == "halfvec":
+            sent = sql.SQL("halfvec_send({})").format(name)
+            fields.append(_Field("vector", sent, _VECTOR, np.dtype(">f2"), prefix=4))
+        elif column.name == "vector":
+            fields.append(_Field("vector", name, _VECTOR, np.dtype("<f2")))
+        else:
+            fields.append(_Field(column.name, name, _ARROW[column.kind]))
+    return [*fields, _Field("landed_at", sql.Identifier("landed_at"), _ARROW["timestamptz"])]
+
+
+def _batches(
+    database: Database,
+    sink: Sink,
+    fields: list[_Field],
+    schema: pa.Schema,
+    condition: sql.Composable,
+) -> Iterator[pa.RecordBatch]:
+    statement = compose(
+        "read_results",
+        columns=sql.SQL(", ").join(field.select for field in fields),
+        table=relation(sink.table),
+        filter=condition,
+    )
+    with database.session() as connection, connection.transaction():
+        for rows in _fetched(connection, statement):
+            columns = zip(*rows, strict=True)
+            arrays = [field.build(values) for field, values in zip(fields, columns, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _fetched(connection: Connection, statement: sql.Composed) -> Iterator[list[tuple[Any, ...]]]:
+    with connection.cursor("results", binary=True) as cursor:
+        cursor.execute(statement)
+        while rows := cursor.fetchmany(ROWS_PER_BATCH):
+            yield rows
+
+
+def _unpack(
+    values: Sequence[bytes | None], element: np.dtype[Any], prefix: int, arrow: pa.DataType
+) -> pa.Array:
+    """Lists out of packed bytes; the inverse of encode.packed and of halfvec's wire form."""
+    bodies = [b"" if value is None else value[prefix:] for value in values]
+    offsets = np.zeros(len(bodies) + 1, np.int32)
+    np.cumsum([len(body) // element.itemsize for body in bodies], out=offsets[1:])
+    elements = np.frombuffer(b"".join(bodies), element).astype(element.newbyteorder("="))
+    missing = np.array([value is None for value in values])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets),
+        pa.array(elements, arrow.value_type),
+        mask=pa.array(missing) if missing.any() else None,
+    )
