@@ -79,7 +79,8 @@ def of_results(published: Published) -> Metadata:
         if "output_tokens" in landed.column_names
         else 0
     )
-    seconds = _span_s(landed)
+    first_us, last_us = _span_us(landed)
+    seconds = (last_us - first_us) / 1e6
     return {
         "submission_id": state.submission_id,
         "tasks_submitted": state.tasks,
@@ -88,6 +89,8 @@ def of_results(published: Published) -> Metadata:
         "tasks_lost": state.tasks - landed.num_rows - state.dead,
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
+        "first_start_us": first_us,
+        "last_end_us": last_us,
         "wall_s": seconds,
         "tokens_per_s": (tokens_in + tokens_out) / seconds if seconds else 0.0,
         "padding_ratio": 0.0 if tokens_out else _padding(prompt_tokens),
@@ -101,13 +104,12 @@ def of_results(published: Published) -> Metadata:
     }
 
 
-def _span_s(landed: pa.Table) -> float:
-    """From the first task's start to the last one's end."""
+def _span_us(landed: pa.Table) -> tuple[int, int]:
+    """The first task's start and the last one's end, wall time in us; zeros without a row."""
     if not landed.num_rows:
-        return 0.0
-    first = pc.min(landed.column("t_start_us")).as_py()
-    last = pc.max(landed.column("t_end_us")).as_py()
-    return float(last - first) / 1e6
+        return 0, 0
+    first, last = pc.min(landed.column("t_start_us")), pc.max(landed.column("t_end_us"))
+    return int(first.as_py()), int(last.as_py())
 
 
 def _padding(prompt_tokens: np.ndarray[Any, np.dtype[np.int64]]) -> float:

@@ -53,7 +53,7 @@ def resources_of(overrides: Mapping[str, Any]) -> dict[str, Any]:
         "database": database,
         "completion": CompletionResource(broker=broker, database=database),
         "gpu_worker": GpuWorkerResource(),
-        "lake": LakeResource(),
+        "lake": LakeResource(database=database),
         "shards": ShardsResource(),
         "intermediates": intermediates,
         # also the default, so that no value can fall into the pickling one

@@ -271,3 +271,32 @@ def _report(
         },
         run_id=run_id,
     )
+
+
+def _broker_facts(
+    settings: Settings, prepared: Mapping[str, Prepared]
+) -> tuple[list[SubmissionState], BrokerStatus]:
+    with BrokerClient(settings.broker_endpoint, role="producer") as client:
+        states = [client.submission(item.submission.submission_id) for item in prepared.values()]
+        return [state for state in states if state is not None], client.status()
+
+
+def _span_s(published: Sequence[Mapping[str, Any]]) -> float:
+    """From the start of the first task of all workloads to the end of the last."""
+    first = min(int(item["first_start_us"]) for item in published)
+    last = max(int(item["last_end_us"]) for item in published)
+    return (last - first) / 1e6
+
+
+def _samples(settings: Settings, synthetic: Mapping[str, Any]) -> list[dict[str, str]]:
+    table = Lake.of(settings).read_table(str(synthetic["dagster/uri"]))
+    columns = ["generator", "prompt", "reply", "answer", "passed"]
+    return [
+        {name: str(value) for name, value in record.items()}
+        for record in table.select(columns).slice(0, SAMPLES).to_pylist()
+    ]
+
+
+def _short(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 
+from fabric_pipelines.dataplane.lake import Artifact, Lake
 from fabric_pipelines.errors import BrokerUnavailable
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.submission import Submission
@@ -22,6 +23,7 @@ from fabric_pipelines.workloads.request import EngineChoice
 from resources.broker import BrokerResource
 from resources.completion import CompletionResource
 from resources.gpu_worker import GpuWorkerResource
+from resources.lake import LakeResource
 
 DIM = 8
 
@@ -86,7 +88,13 @@ class MemoryBroker:
 
     def status(self) -> BrokerStatus:
         total = {**Ledger().as_json(), "balance_tasks": self.off}
-        return BrokerStatus([], total, {}, {}, len(self.submissions), [], False, False, "")
+        return broker_status(
+            {
+                **dict.fromkeys(BrokerStatus.__dataclass_fields__, 0),
+                "total": total,
+                "submissions": len(self.submissions),
+            }
+        )
 
 
 BROKERS: dict[str, MemoryBroker] = {}
@@ -106,6 +114,13 @@ class WordWorkerResource(GpuWorkerResource):
 
     def tokeniser(self, engine: str) -> WordTokeniser:
         return WordTokeniser()
+
+
+class PlainLakeResource(LakeResource):
+    """The real lake in a folder, without the note in Postgres."""
+
+    def put(self, name: str, table: pa.Table) -> Artifact:
+        return Lake.of(self.settings()).put(name, table)
 
 
 class MadeUpCompletion(CompletionResource):

@@ -20,6 +20,7 @@ from tests.pipelines.stand_ins import (
     MadeUpCompletion,
     MemoryBroker,
     MemoryBrokerResource,
+    PlainLakeResource,
     WordWorkerResource,
 )
 
@@ -36,6 +37,7 @@ class Fabric:
             {
                 "broker": broker,
                 "gpu_worker": WordWorkerResource(),
+                "lake": PlainLakeResource(database=DatabaseResource()),
                 "completion": MadeUpCompletion(
                     name=name, broker=broker, database=DatabaseResource(), lose_rows=lose_rows
                 ),
