@@ -11,6 +11,7 @@ import dagster as dg
 from assets.indexes import NEAR_DUPLICATES_KEY, RECALL_AT, RECEIPT_KEY, SHARD, SHARD_KEY
 from assets.lineage import latest, latest_submission, require_latest, results_key
 from fabric_pipelines import receipts
+from fabric_pipelines.ledger import ZERO
 from fabric_pipelines.shards import recall_of
 from fabric_pipelines.workloads import synthetic
 from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
@@ -36,8 +37,7 @@ def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
     def balance(
         context: dg.AssetCheckExecutionContext, broker: BrokerResource
     ) -> dg.AssetCheckResult:
-        total = broker.status().total
-        off = {name: total[f"balance_{name}"] for name in ("tasks", "tokens", "fingerprint")}
+        off = broker.status().total.balance
         lost = open_tasks = dead = submissions = 0
         for partition in workload.partitions:
             ref = latest_submission(context.instance, workload.name, partition)
@@ -50,11 +50,11 @@ def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
             dead += 0 if state is None else state.dead
             open_tasks += ref.tasks if state is None else state.tasks - state.retired - state.dead
         return dg.AssetCheckResult(
-            passed=not (any(off.values()) or lost or open_tasks),
+            passed=off == ZERO and not lost and not open_tasks,
             metadata={
-                "balance_tasks": off["tasks"],
-                "balance_tokens": off["tokens"],
-                "balance_fingerprint": str(off["fingerprint"]),
+                "balance_tasks": off.tasks,
+                "balance_tokens": off.tokens,
+                "balance_fingerprint": str(off.fingerprint),
                 "tasks_lost": lost,
                 "tasks_open": open_tasks,
                 "tasks_dead": dead,

@@ -12,7 +12,7 @@ import numpy as np
 from assets.lineage import latest_submission, require_latest, results_key
 from assets.metadata import column_schema, figure, sample
 from fabric_pipelines import receipts
-from fabric_pipelines.analytics.health import measure
+from fabric_pipelines.analytics.health import Metric, measure
 from fabric_pipelines.shards import build_if_moved, recall_of
 from fabric_pipelines.workloads import embeddings, figures
 from resources.database import DatabaseResource
@@ -23,7 +23,7 @@ from resources.shards import ShardsResource
 SHARD = "verses"
 LISTS = 16
 SEED = 11
-METRIC = "cosine"
+METRIC: Metric = "cosine"
 RECALL_AT = 10
 CODE_VERSION = "1"
 SHARD_KEY = dg.AssetKey(["indexes", "shard"])
@@ -135,14 +135,15 @@ def issue_receipt(
     health = require_latest(context.instance, HEALTH_KEY)
     with shards.open(database.of(), SHARD, built["generation"]) as opened:
         recall = recall_of(database.of(), opened, RECALL_AT)
+        quality = receipts.measure_quality(opened)
     receipt = receipts.issue(
         database.of(),
         shards.root,
         SHARD,
-        built["generation"],
+        number=built["generation"],
         quality={
-            f"recall_at_{RECALL_AT}": recall.recall,
-            "recall_queries": recall.queries,
+            **quality,
+            "recall_at_10_against_source": recall.recall,
             "health": health["summary"],
         },
     )
@@ -152,6 +153,7 @@ def issue_receipt(
             "generation": built["generation"],
             f"recall_at_{RECALL_AT}": recall.recall,
             "recall_queries": recall.queries,
+            "imbalance": quality["imbalance"],
             "content_hash": receipt.source["content_hash"],
             "pg_snapshot": receipt.source["pg_snapshot"],
             "files": len(receipt.outputs["files"]),

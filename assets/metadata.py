@@ -12,9 +12,9 @@ import dagster as dg
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.dataplane.lake import Artifact
-
 from fabric_pipelines.records.shape import aligned_lengths, sampling_kind
 from fabric_pipelines.records.task import token_counts
 from fabric_pipelines.workloads.figures import padding_by_lane

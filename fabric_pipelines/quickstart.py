@@ -5,19 +5,42 @@ instance that submits every workload before it waits for any, then the receipt v
 outside. Running it again submits nothing twice: ids follow from content, so the broker already has all of it.
 
 Sizes: 48 generations of at most 32 tokens, 160 probe statements, 48 verses for hidden states (6 of each of 8
-books), 800 verses for embeddings; about 30,000 tokens in, 1,500 out. They are the defaults of the workloads'
-requests, so the same run is what the UI offers.
+books), 800 verses for embeddings. They are the defaults of the workloads' requests, so the same run is what
+the UI offers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import dagster as dg
+
+from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
 from assets.flow import WAIT_TAG
+from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
+from fabric_pipelines import models, receipts, supervise
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
+from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.definitions import build_defs
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.telemetry import ProgressBoard
+from fabric_pipelines.worker.engines.registry import engine_spec
+from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from fabric_pipelines.workloads.corpus import BOOKS
+from fabric_pipelines.workloads.request import EngineChoice, Prepared
+from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
 SAMPLES = 10
@@ -32,7 +55,7 @@ RUN_TAGS = {
 @dataclass(frozen=True, slots=True)
 class QuickstartReport:
     """What happened. tokens_per_s: of retired tasks, prompt and output together, from the first task's start to
-    the last one's end; padding_waste: share of padded tokens among all that engines computed on;
+    the last one's end; padding_waste: share of padding among all tokens that the engines computed on;
     seconds: wall time without model_pull_seconds."""
 
     tasks: int
@@ -93,11 +116,13 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
         write_env_file(settings, Path.cwd())
         prepared = _prepare(settings)
         try:
-            with _services(settings, progress):
-                with dg.DagsterInstance.from_config(str(settings.dagster_home)) as instance:
-                    with _watched(settings, prepared, progress):
-                        run_id = _materialise(instance)
-                    return _report(settings, instance, prepared, run_id, started_s, pull_s)
+            with (
+                _services(settings, progress),
+                dg.DagsterInstance.from_config(str(settings.dagster_home)) as instance,
+            ):
+                with _watched(settings, prepared, progress):
+                    run_id = _materialise(instance)
+                return _report(settings, instance, prepared, run_id, started_s, pull_s)
         except KeyboardInterrupt as fault:
             raise Interrupted(
                 f"stopped; what was submitted and landed is kept in {settings.home}: "
@@ -248,7 +273,7 @@ def _report(
         tasks=sum(state.tasks for state in states),
         retired=sum(state.retired for state in states),
         dead=sum(state.dead for state in states),
-        balance=status.total["balance_tasks"],
+        balance=status.total.balance.tasks,
         tokens_in=tokens_in,
         tokens_out=tokens_out,
         rows_landed=sum(int(item["dagster/row_count"]) for item in published),
@@ -300,3 +325,12 @@ def _samples(settings: Settings, synthetic: Mapping[str, Any]) -> list[dict[str,
 def _short(text: str, width: int = 60) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _padding_waste(published: Sequence[Mapping[str, Any]]) -> float:
+    """Over all results, from each one's padding share and its prompt tokens."""
+    tokens = sum(float(item["tokens_in"]) for item in published)
+    padded = sum(
+        float(item["tokens_in"]) / (1 - float(item["padding_ratio"])) for item in published
+    )
+    return 1 - tokens / padded if padded else 0.0

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.dataplane.lake import Artifact, Lake
 from fabric_pipelines.errors import BrokerUnavailable
-from fabric_pipelines.ledger import Ledger
+from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.testing.word_tokeniser import WordTokeniser
 from fabric_pipelines.workloads.request import EngineChoice
@@ -87,13 +87,16 @@ class MemoryBroker:
             )
 
     def status(self) -> BrokerStatus:
-        total = {**Ledger().as_json(), "balance_tasks": self.off}
-        return broker_status(
-            {
-                **dict.fromkeys(BrokerStatus.__dataclass_fields__, 0),
-                "total": total,
-                "submissions": len(self.submissions),
-            }
+        return BrokerStatus(
+            lanes=[],
+            total=Ledger(enqueued=Amount(tasks=self.off)),
+            counters={},
+            journal={},
+            submissions=len(self.submissions),
+            consumers=[],
+            hold=False,
+            draining=False,
+            fault="",
         )
 
 

@@ -70,7 +70,9 @@ class Fabric:
 
 
 @pytest.fixture
-def fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Fabric]:
+def fabric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Fabric]:
     monkeypatch.setenv("FABRIC_HOME", str(tmp_path / "home"))
     fabric = Fabric(request.node.name)
     yield fabric
@@ -94,7 +96,13 @@ def test_a_waiting_run_publishes_with_the_standard_metadata(fabric: Fabric) -> N
     found = fabric.latest(results_key("probes"))
     assert (found["tasks_submitted"], found["tasks_retired"], found["tasks_lost"]) == (160, 160, 0)
     assert Path(str(found["dagster/uri"])).exists()
-    assert {"tokens_in", "tokens_out", "tokens_per_s", "padding_ratio", "engine_fingerprint"} <= set(found)
+    assert {
+        "tokens_in",
+        "tokens_out",
+        "tokens_per_s",
+        "padding_ratio",
+        "engine_fingerprint",
+    } <= set(found)
     assert "data:image/svg+xml" in str(fabric.latest(dg.AssetKey(["probes", "report"])))
 
 

@@ -30,7 +30,9 @@ def passed(tmp_path: Path, value: Any) -> Any:
     def through():
         take(give())
 
-    through.execute_in_process(run_config={"loggers": {"console": {"config": {"log_level": "ERROR"}}}})
+    through.execute_in_process(
+        run_config={"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
+    )
     return seen[0]
 
 

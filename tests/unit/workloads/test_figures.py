@@ -20,7 +20,15 @@ def test_every_figure_is_one_small_svg() -> None:
         figures.probe_accuracy(
             {
                 name: [0.5, 0.7]
-                for name in ("layer", "low", "high", "accuracy", "control", "bag_of_words", "majority")
+                for name in (
+                    "layer",
+                    "low",
+                    "high",
+                    "accuracy",
+                    "control",
+                    "bag_of_words",
+                    "majority",
+                )
             }
         ),
     ]
