@@ -115,7 +115,7 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
 def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
     """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
     spec = engine_spec(name)
-    folder = read_folder(models.located(spec.model, cache).parts[spec.part])
+    folder = read_folder(models.part_folder(spec.model, spec.part, cache))
     return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))
 
 

@@ -86,7 +86,8 @@ class SteppingEngine(ABC):
                 self._load()
             except RuntimeError as fault:
                 raise EngineFailed(
-                    f"{self.name} cannot be loaded ({fault}): run `fabric models verify`, then pull again"
+                    f"{self.name} cannot be loaded ({fault}): delete its folder in the model cache and run "
+                    "`fabric models pull` again"
                 ) from fault
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
