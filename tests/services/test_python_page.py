@@ -5,28 +5,21 @@ The engines are scripted under the catalogue's names and the tokeniser is a stan
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fabric_pipelines.api import Fabric
-from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.errors import BrokerUnavailable
-from fabric_pipelines.settings import Settings, load
+from fabric_pipelines.settings import Settings
 from fabric_pipelines.testing.word_tokeniser import WordTokeniser
-from tests.support import eventually
+from tests.support_stage import stage
 
 PAGE = Path(__file__).parents[2] / "docs/python.md"
-ENGINES = [
+ENGINES: list[dict[str, Any]] = [
     {"name": "all-minilm-l6-v2@onnxruntime-fp32", "kind": "embed", "dim": 384, "device": "cpu:0"},
     {"name": "smollm2-135m-instruct@ctranslate2-int8", "kind": "generate", "device": "cpu:1"},
     {
@@ -36,55 +29,19 @@ ENGINES = [
         "device": "cpu:2",
     },
 ]
-PROCESSES = [
-    ["fabric_pipelines.broker"],
-    ["fabric_pipelines.completion"],
-    *(["fabric_pipelines.testing.scripted_worker", json.dumps(engine)] for engine in ENGINES),
-]
 
 
 @pytest.fixture
 def running(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     """A home with everything but the models, as the environment of this process."""
-    folder = Path(tempfile.mkdtemp(prefix="fabric-d-"))
-    settings = load(
-        {"home": folder, "segment_bytes": 1 << 20, "pg_url": database.url, "models": folder / "m"},
-        {},
-        folder,
-    )
-    for name, value in settings.as_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("fabric_pipelines.models.tokeniser", lambda *_: WordTokeniser())
-    log = (folder / "log").open("wb")
-    started = []
-    try:
-        for arguments in PROCESSES:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", *arguments], env=dict(os.environ), stdout=log, stderr=log
-                )
-            )
-            if len(started) == 1:
-                eventually(lambda: _answers(settings), within_s=20, what="the broker answers")
-        yield settings
-        assert [process.poll() for process in started] == [None] * len(started), (
-            folder / "log"
-        ).read_text()
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        log.close()
-        shutil.rmtree(folder)
-
-
-def _answers(settings: Settings) -> bool:
-    try:
-        with BrokerClient(settings.broker_endpoint, role="admin") as client:
-            client.hello()
-    except BrokerUnavailable:
-        return False
-    return True
+    with stage(pg_url=database.url) as on:
+        for name, value in on.settings.as_environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("fabric_pipelines.models.tokeniser", lambda *_: WordTokeniser())
+        on.spawn("fabric_pipelines.completion")
+        for engine in ENGINES:
+            on.start_worker(**engine)
+        yield on.settings
 
 
 def test_every_example_of_the_page_runs_in_order(running: Settings) -> None:
