@@ -20,6 +20,7 @@
         │   ├── ManifestRefused         engine manifest is missing a field, or contradicts itself
         │   ├── DigestMismatch          bytes are not those of the pinned sha256
         │   ├── VersionRefused          a server or file format outside the supported range
+        │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
         ├── CheckFailed             a check found a difference (exit code 3)
@@ -127,6 +128,10 @@ class DigestMismatch(Refused):
 
 
 class VersionRefused(Refused):
+    pass
+
+
+class DeviceRefused(Refused):
     pass
 
 

@@ -405,7 +405,7 @@ def main() -> int:
     server.start()
     try:
         assert server.binaries is not None
-        sys.stdout.write(f"ready: postgres {server.binaries.version} on {server.place.sockets}\n")
+        sys.stdout.write(f"postgres ready: {server.binaries.version} on {server.place.sockets}\n")
         sys.stdout.flush()
         while not asked:
             status = server.wait(0.25)

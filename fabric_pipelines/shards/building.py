@@ -86,7 +86,10 @@ def build(
     while another holder builds, FencingLost when it lost the lease meanwhile, StorageFailed, UsageError."""
     spec = IndexSpec(lists, seed, metric, iterations, lists_per_block)
     source = Source(
-        relation=relation, submission_id=submission_id, filter=filter, columns=tuple(columns)
+        relation=relation,
+        submission_id=submission_id,
+        filter=filter,
+        columns=tuple(sorted(set(columns))),
     )
     store = store_of(db)
     with holding(store, root, name, disk) as lease:

@@ -1,7 +1,7 @@
 """Durable file steps of a generation: each one is finished on disk, or raises one sentence.
 
-A rim of five steps, so that a test can end the world between any two of them. Files are created, never
-overwritten; what is written is fsynced before the call returns, and folders are fsynced by name. An OSError
+A rim of single steps, so that a test can end the world between any two of them. Block files are created,
+never overwritten; what is written is fsynced before the call returns, and folders are fsynced by name. An OSError
 becomes a StorageFailed that names the path and what to do; nothing is retried, since after a failed
 fsync the page cache may pretend.
 """
@@ -47,6 +47,15 @@ class Disk:
             finally:
                 os.close(handle)
             assert written == memoryview(content).nbytes, f"{path} has {written} bytes"
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """`path` holds `content`, durable on return; a reader sees the old or the new bytes, never a mix."""
+        temp = path.with_name(f".{path.name}.tmp")
+        with _reported("remove", temp):
+            temp.unlink(missing_ok=True)
+        self.write_file(temp, content)
+        self.rename(temp, path)
+        self.sync_folder(path.parent)
 
     def link_file(self, old: Path, new: Path) -> None:
         """The same bytes under a second name; both are immutable."""

@@ -27,30 +27,34 @@ def flat_topk(
     out_i = np.full((len(queries), k), -1, np.int64)
     found = np.zeros(len(queries), np.int64)
     shortest = min_norm if metric == "cosine" else 0.0
-    norms = np.array([np.sqrt((row * row).sum()) for row in rows])
-    usable = [j for j in range(len(rows)) if np.isfinite(norms[j]) and norms[j] >= shortest]
+    norms = np.sqrt((rows * rows).sum(axis=1))
+    usable = np.isfinite(norms) & (norms >= shortest)
+    rows, norms, names = rows[usable], norms[usable], np.asarray(ids)[usable]
     for number, query in enumerate(queries):
         length = np.sqrt((query * query).sum())
         if not np.isfinite(length) or length < shortest:
             continue
-        ranked = sorted(
-            (float(_distance(query, length, rows[j], norms[j], metric)), int(ids[j]))
-            for j in usable
-        )[:k]
-        found[number] = len(ranked)
-        for place, (distance, name) in enumerate(ranked):
-            out_d[number, place], out_i[number, place] = distance, name
+        distances = _distances(query, length, rows, norms, metric)
+        first = np.lexsort((names, distances))[:k]
+        found[number] = len(first)
+        out_d[number, : len(first)], out_i[number, : len(first)] = distances[first], names[first]
     return out_d, out_i, found
 
 
-def _distance(
+def _distances(
     query: npt.NDArray[np.float64],
-    query_norm: np.float64,
-    row: npt.NDArray[np.float64],
-    row_norm: np.float64,
+    length: np.float64,
+    rows: npt.NDArray[np.float64],
+    norms: npt.NDArray[np.float64],
     metric: str,
-) -> np.float64:
-    if metric == "l2":
-        return np.float64(((query - row) ** 2).sum())
-    assert metric == "cosine", metric
-    return np.float64(1.0 - (query * row).sum() / (query_norm * row_norm))
+) -> npt.NDArray[np.float64]:
+    """From the query to each row. Rows are taken a few thousand at a time only to bound memory."""
+    out = np.empty(len(rows))
+    for start in range(0, len(rows), 4096):
+        part = slice(start, start + 4096)
+        if metric == "l2":
+            out[part] = ((query - rows[part]) ** 2).sum(axis=1)
+        else:
+            assert metric == "cosine", metric
+            out[part] = 1.0 - (query * rows[part]).sum(axis=1) / (length * norms[part])
+    return out

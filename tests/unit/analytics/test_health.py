@@ -296,7 +296,7 @@ def test_the_table_travels_as_arrow_and_json() -> None:
     assert arrow["norm_drift_status"].to_pylist() == ["U_CONTEXT"] * 2
     parsed = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert parsed["metrics"]["norm_drift"] == {"values": [None] * 2, "status": ["U_CONTEXT"] * 2}
-    assert set(parsed["pass_seconds"]) == {"P1", "P2", "P3", "P4", "P7", "P8"}
+    assert set(parsed["pass_seconds"]) == {"open", "P1", "P2", "P3", "P4", "P7", "P8"}
     assert set(parsed["backend"].values()) == {"cpu"}
 
 

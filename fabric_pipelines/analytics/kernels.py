@@ -1,0 +1,171 @@
+"""Launches of the kernel families of cuda/, and the three sweeps of analytics.sweeps on a card.
+
+A launch takes arrays on the device and queues; it decides lanes a row, vector width and grid, nothing else.
+The bits of a result do not depend on the grid, which `blocks` sets by hand only to prove that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fabric_pipelines.analytics.csr import F64, Csr
+from fabric_pipelines.analytics.sweeps import Admitted
+from fabric_pipelines.device.gpu import DeviceArray, Gpu
+from fabric_pipelines.errors import DeviceRefused
+
+RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
+SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
+WINDOW_BYTES = 1 << 30  # partial sums held at once
+WARP = 32
+
+
+def lanes_for(dim: int) -> int:
+    """Lanes that share a row: enough to fill a 128-byte line, and the whole warp when rows are long."""
+    if dim <= 16:
+        return 1
+    return 8 if dim <= 1024 else WARP
+
+
+def _variant(rows: DeviceArray) -> str:
+    """16-byte loads need every row to start on a 16-byte border."""
+    aligned = rows.shape[1] % 4 == 0 and rows.data.ptr % 16 == 0
+    return "wide" if aligned else "any"
+
+
+def row_admit(
+    gpu: Gpu, rows: DeviceArray, min_norm: float, *, blocks: int | None = None
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """rows f32 [N, d] -> norm2 f64 [N], flag u8 [N], hash u64 [N, 2]. Twin: reference.row_admit."""
+    count = len(rows)
+    norm2, flag = gpu.empty(count, np.float64), gpu.empty(count, np.uint8)
+    row_hash = gpu.empty((count, 2), np.uint64)
+    if count:
+        row_admit_into(gpu, rows, min_norm, (norm2, flag, row_hash), blocks=blocks)
+    return norm2, flag, row_hash
+
+
+def row_admit_into(
+    gpu: Gpu,
+    rows: DeviceArray,
+    min_norm: float,
+    out: tuple[DeviceArray, DeviceArray, DeviceArray],
+    *,
+    blocks: int | None = None,
+) -> None:
+    """row_admit into arrays that exist: the launch alone."""
+    count, dim = rows.shape
+    lanes = lanes_for(dim)
+    gpu.launch(
+        "row_admit",
+        f"row_admit_{_variant(rows)}_{lanes}",
+        blocks or gpu.blocks_for(-(-count * lanes // WARP)),
+        (rows, count, dim, float(min_norm * min_norm), *out),
+    )
+
+
+def csr_centroid(
+    gpu: Gpu,
+    rows: DeviceArray,
+    weight: DeviceArray,
+    indptr: DeviceArray,
+    *,
+    blocks: int | None = None,
+    window_bytes: int = WINDOW_BYTES,
+) -> DeviceArray:
+    """rows f32 [N, d], weight f64 [N], indptr i64 [K+1] -> sums f64 [K, d]. Twin: reference.csr_centroid.
+
+    Partial sums are held for a window of dimensions at a time, so that they never outgrow `window_bytes`
+    unless 128 dimensions alone do.
+    """
+    (count, dim), clusters = rows.shape, len(indptr) - 1
+    total = gpu.empty((clusters, dim), np.float64)
+    if clusters == 0:
+        return total
+    runs = -(-count // RUN_ROWS)
+    slots = runs + clusters
+    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    partial = gpu.empty(slots * width, np.float64)
+    for low in range(0, dim, width):
+        wide = min(width, dim - low)
+        if count:
+            gpu.launch(
+                "csr_centroid",
+                f"csr_centroid_{_variant(rows)}",
+                blocks or gpu.blocks_for(runs * -(-wide // SLAB)),
+                (rows, weight, indptr, count, dim, clusters, low, wide, partial),
+            )
+        gpu.launch(
+            "csr_centroid",
+            "csr_centroid_fold",
+            blocks or gpu.blocks_for(-(-clusters * wide // WARP)),
+            (partial, indptr, dim, clusters, low, wide, total),
+        )
+    return total
+
+
+def csr_radius(
+    gpu: Gpu,
+    rows: DeviceArray,
+    weight: DeviceArray,
+    indptr: DeviceArray,
+    centroid: DeviceArray,
+    *,
+    blocks: int | None = None,
+) -> DeviceArray:
+    """rows f32 [N, d], weight f64 [N], indptr i64 [K+1], centroid f64 [K, d] -> squared radius f64 [N].
+    Twin: reference.csr_radius."""
+    (count, dim), clusters = rows.shape, len(indptr) - 1
+    radius2 = gpu.empty(count, np.float64)
+    if count:
+        gpu.launch(
+            "csr_radius",
+            f"csr_radius_{_variant(rows)}_{lanes_for(dim)}",
+            blocks or gpu.blocks_for(-(-count // 64)),
+            (rows, weight, indptr, centroid, count, dim, clusters, radius2),
+        )
+    return radius2
+
+
+def bytes_needed(csr: Csr) -> int:
+    """Most device memory that the three sweeps hold at once, 128 dimensions of partial sums included."""
+    count, clusters = len(csr.rows), csr.clusters
+    per_row = 4 * csr.dim + 8 + 1 + 16 + 8 + 8
+    slots = -(-count // RUN_ROWS) + clusters
+    window = min(max(WINDOW_BYTES, 8 * slots * SLAB), 8 * slots * csr.dim)
+    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window
+
+
+class CudaSweeps:
+    """The rows are uploaded once and stay on the card until close."""
+
+    name = "cuda"
+
+    def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+        self._gpu = Gpu(ordinal)
+        try:
+            what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
+            self._gpu.require_memory(bytes_needed(csr), what)
+            self._rows: DeviceArray = self._gpu.upload(csr.rows)
+            self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
+        except DeviceRefused:
+            self._gpu.close()
+            raise
+
+    def admit(self, min_norm: float) -> Admitted:
+        parts = row_admit(self._gpu, self._rows, min_norm)
+        return Admitted(*(self._gpu.download(part) for part in parts))
+
+    def centroid(self, weight: F64) -> F64:
+        return self._gpu.download(
+            csr_centroid(self._gpu, self._rows, self._gpu.upload(weight), self._indptr)
+        )
+
+    def radius2(self, weight: F64, centroid: F64) -> F64:
+        weight_there, centroid_there = self._gpu.upload(weight), self._gpu.upload(centroid)
+        return self._gpu.download(
+            csr_radius(self._gpu, self._rows, weight_there, self._indptr, centroid_there)
+        )
+
+    def close(self) -> None:
+        self._rows = self._indptr = None
+        self._gpu.close()

@@ -1,0 +1,223 @@
+"""One card: its identity, memory, transfers, launches of compiled kernels, and times from its own events.
+
+Only calls that run machine code of a shipped cubin or of a CUDA library are used: allocation, copies, launches.
+CuPy's elementwise and reduction functions compile through NVRTC at first use and are not for the hot path.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.device.cubins import architecture_for, image, read_manifest
+from fabric_pipelines.errors import DeviceRefused, MissingDependency
+
+THREADS = 256  # every kernel of cuda/ is written for this block
+BLOCKS_PER_MULTIPROCESSOR = 16  # rounds of blocks a card gets to even out its work
+DeviceArray = Any  # cupy.ndarray; CuPy ships no types
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceIdentity:
+    """`architecture` is that of the cubins chosen for the card."""
+
+    ordinal: int
+    name: str
+    compute_capability: tuple[int, int]
+    architecture: str
+    multiprocessors: int
+    memory_bytes: int
+    driver: int
+    runtime: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of each repeat, by events on the stream."""
+
+    repeats_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.repeats_ms)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median."""
+        return (max(self.repeats_ms) - min(self.repeats_ms)) / self.median_ms
+
+
+def import_cupy() -> ModuleType:
+    try:
+        import cupy
+    except ImportError as fault:
+        raise MissingDependency("cupy", "gpu", "the cuda backend") from fault
+    module: ModuleType = cupy
+    return module
+
+
+def device_count() -> int:
+    """Cards that answer. Raises MissingDependency without CuPy, DeviceRefused without a working driver."""
+    cupy = import_cupy()
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as fault:
+        raise DeviceRefused(f"no CUDA device answers ({fault}): use the cpu backend") from fault
+
+
+class Gpu:
+    """A card and one stream of work on it; a context manager. Copies and launches keep their order."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        found = device_count()
+        if not 0 <= ordinal < found:
+            raise DeviceRefused(f"there is no CUDA device {ordinal}: {found} answer")
+        self._cupy = import_cupy()
+        self._device = self._cupy.cuda.Device(ordinal)
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        self.launches: Counter[str] = Counter()  # by symbol, since the card was opened
+        self.identity = self._identify(ordinal)
+        with self._device:
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+
+    def __enter__(self) -> Gpu:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the stream and hand cached memory back to the card."""
+        with self._device:
+            self._stream.synchronize()
+            self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
+        self._functions.clear()
+        self._modules.clear()
+
+    def _identify(self, ordinal: int) -> DeviceIdentity:
+        runtime = self._cupy.cuda.runtime
+        facts = runtime.getDeviceProperties(ordinal)
+        capability = (int(facts["major"]), int(facts["minor"]))
+        compiled = frozenset(cubin.arch for cubin in read_manifest().cubins)
+        return DeviceIdentity(
+            ordinal=ordinal,
+            name=facts["name"].decode(),
+            compute_capability=capability,
+            architecture=architecture_for(capability, compiled),
+            multiprocessors=int(facts["multiProcessorCount"]),
+            memory_bytes=int(facts["totalGlobalMem"]),
+            driver=int(runtime.driverGetVersion()),
+            runtime=int(runtime.runtimeGetVersion()),
+        )
+
+    def memory(self) -> Memory:
+        """As the driver sees it now, so blocks cached by CuPy's pool count as taken."""
+        with self._device:
+            free, total = self._cupy.cuda.runtime.memGetInfo()
+        return Memory(int(free), int(total))
+
+    def require_memory(self, size: int, what: str) -> None:
+        free = self.memory().free_bytes
+        if size > free:
+            raise DeviceRefused(
+                f"{what} needs {size:,} bytes on {self.identity.name}, {free:,} are free: "
+                "measure fewer clusters at a time, or use the cpu backend"
+            )
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """Uninitialised memory of the card. Raises DeviceRefused when there is not enough."""
+        try:
+            with self._device, self._stream:
+                return self._cupy.empty(shape, dtype=dtype)
+        except self._cupy.cuda.memory.OutOfMemoryError as fault:
+            raise DeviceRefused(
+                f"{self.identity.name} has no room for an array of shape {shape}: {fault}"
+            ) from fault
+
+    def upload(self, host: npt.NDArray[Any]) -> DeviceArray:
+        target = self.empty(host.shape, host.dtype)
+        with self._device, self._stream:
+            target.set(np.ascontiguousarray(host), stream=self._stream)
+            self._stream.synchronize()  # the host array may go as soon as this returns
+        return target
+
+    def download(self, source: DeviceArray) -> npt.NDArray[Any]:
+        with self._device, self._stream:
+            host: npt.NDArray[Any] = source.get(stream=self._stream)
+            self._stream.synchronize()
+        return host
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        """Device to device, by the copy call of the runtime; returns before it is done."""
+        assert target.nbytes == source.nbytes
+        with self._device:
+            target.data.copy_from_device_async(source.data, source.nbytes, self._stream)
+
+    def launch(self, family: str, symbol: str, blocks: int, arguments: Sequence[Any]) -> None:
+        """Queue `symbol` of `family`; integers travel as int64, floats as float64."""
+        function = self._function(family, symbol)
+        self.launches[symbol] += 1
+        with self._device:
+            function((blocks,), (THREADS,), tuple(_plain(item) for item in arguments),
+                     stream=self._stream)  # fmt: skip
+
+    def blocks_for(self, warps: int) -> int:
+        """A grid for that many warps of work, at most BLOCKS_PER_MULTIPROCESSOR a multiprocessor."""
+        wanted = -(-warps * 32 // THREADS)
+        return max(1, min(wanted, self.identity.multiprocessors * BLOCKS_PER_MULTIPROCESSOR))
+
+    def synchronize(self) -> None:
+        with self._device:
+            self._stream.synchronize()
+
+    def time(self, work: Callable[[], object], *, repeats: int, warm_up: int = 3) -> Timing:
+        """Time `work`, which only queues on this card, between two events each repeat."""
+        cupy = self._cupy
+        with self._device:
+            for _ in range(warm_up):
+                work()
+            marks = []
+            for _ in range(repeats):
+                start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(self._stream)
+                work()
+                stop.record(self._stream)
+                marks.append((start, stop))
+            self._stream.synchronize()
+        return Timing(tuple(float(cupy.cuda.get_elapsed_time(*pair)) for pair in marks))
+
+    def _function(self, family: str, symbol: str) -> Any:
+        key = (family, symbol)
+        if key not in self._functions:
+            with self._device:
+                if family not in self._modules:
+                    module = self._cupy.cuda.function.Module()
+                    module.load(image(family, self.identity.compute_capability))
+                    self._modules[family] = module
+                self._functions[key] = self._modules[family].get_function(symbol)
+        return self._functions[key]
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, bool):
+        raise TypeError("kernels take no booleans")
+    if isinstance(item, int):
+        return np.int64(item)
+    return np.float64(item) if isinstance(item, float) else item

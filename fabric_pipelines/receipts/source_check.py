@@ -1,0 +1,132 @@
+"""Does the database still hold the rows that a receipt speaks of? If not: which rows moved.
+
+The content hash answers in one pass of SQL. When it differs, the bucket sums say in which 1,024th of the ids to
+look, and only there today's rows are compared with the rows that the generation holds, quarantined ones
+included: each moved row is named, not merely counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.dataplane.vectors import (
+    BUCKETS,
+    ContentHash,
+    SourceRows,
+    SourceState,
+)
+from fabric_pipelines.errors import SchemaError
+from fabric_pipelines.shards.difference import Difference, field_differences
+from fabric_pipelines.shards.shard import Shard
+from fabric_pipelines.shards.store import VectorStore, source_of
+
+NAMED_MAX = 10
+WHERE_FIELDS = ("cluster", "database", "relation_oid", "columns", "encoding")
+
+
+def source_differences(
+    store: VectorStore, fields: Mapping[str, Any], shard: Shard | None
+) -> Iterator[Difference]:
+    """`fields` is a receipt's source; `shard` the generation built from it, None when it cannot be read."""
+    try:
+        source = source_of(fields)
+        state = store.source_state(source)
+    except SchemaError as fault:
+        yield Difference("source", str(fields.get("relation")), "unreadable", str(fault))
+        return
+    yield from place_differences(fields, state)
+    if state.content == ContentHash.from_json(fields):
+        return
+    yield from moved_rows(store.read_source(source), fields, shard)
+
+
+def place_differences(fields: Mapping[str, Any], state: SourceState) -> Iterator[Difference]:
+    """Another cluster, another relation under the same name, other column types."""
+    now = state.as_json()
+    for name in WHERE_FIELDS:
+        yield from field_differences(
+            f"source.{name}",
+            fields.get(name),
+            now[name],
+            "{expected} in the receipt, {found} in the database",
+        )
+
+
+def moved_rows(
+    rows: SourceRows, fields: Mapping[str, Any], shard: Shard | None
+) -> Iterator[Difference]:
+    """Compare what was read now with what the receipt says, by bucket, then by row."""
+    then = ContentHash.from_json(fields)
+    buckets = then.moved_buckets(rows.state.content)
+    relation = fields["relation"]
+    if shard is None:
+        yield Difference(
+            "source.content_hash",
+            then.hex,
+            rows.state.content.hex,
+            f"source {relation} moved in {len(buckets)} of {BUCKETS} buckets ({_named(buckets)}); the "
+            "generation that would tell which rows is not readable",
+        )
+        return
+    found = False
+    kept = _in_buckets(*_all_rows(shard), buckets)
+    now = _in_buckets(rows.ids, np.asarray(rows.vectors, np.float32), buckets)
+    for kind, ids in _compared(kept, now):
+        if len(ids):
+            found = True
+            yield Difference(
+                f"source.rows.{kind}",
+                then.hex,
+                rows.state.content.hex,
+                f"source {relation} moved: {len(ids)} row{'s' if len(ids) > 1 else ''} {kind} "
+                f"({fields['id_column']} {_named(ids.tolist())})",
+            )
+    if not found:  # the rows are those of the generation: then the receipt's numbers are not
+        yield from field_differences(
+            "source",
+            {"content_hash": then.hex, "bucket_sums": list(fields["bucket_sums"])},
+            {
+                key: value
+                for key, value in rows.state.content.as_json().items()
+                if key in ("content_hash", "bucket_sums")
+            },
+            "{expected} in the receipt, {found} in the database",
+        )
+
+
+Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
+
+def _all_rows(shard: Shard) -> Rows:
+    ids, vectors = shard.quarantined()
+    return np.concatenate([shard.ids(), ids]), np.concatenate([shard.vectors(), vectors])
+
+
+def _in_buckets(
+    ids: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32], buckets: list[int]
+) -> Rows:
+    rows = np.flatnonzero(np.isin(ids & (BUCKETS - 1), buckets))
+    rows = rows[np.argsort(ids[rows])]
+    return ids[rows], vectors[rows]
+
+
+def _compared(then: Rows, now: Rows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    """Vectors are compared by bits, so that a NaN equals itself and 0.0 is not -0.0."""
+    yield "added", np.setdiff1d(now[0], then[0])
+    yield "removed", np.setdiff1d(then[0], now[0])
+    both, left, right = np.intersect1d(then[0], now[0], return_indices=True)
+    if not len(both) or then[1].shape[1] != now[1].shape[1]:
+        yield "changed", both
+        return
+    bits = [np.ascontiguousarray(v).view(np.uint32) for v in (then[1][left], now[1][right])]
+    yield "changed", both[(bits[0] != bits[1]).any(axis=1)]
+
+
+def _named(numbers: list[int]) -> str:
+    more = len(numbers) - NAMED_MAX
+    text = ", ".join(map(str, numbers[:NAMED_MAX]))
+    return f"{text} and {more} more" if more > 0 else text

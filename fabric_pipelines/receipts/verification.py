@@ -1,0 +1,191 @@
+"""Verify a receipt: is everything it says still so? Reads all, changes nothing, names each difference.
+
+From the receipt outwards: its own hash, its copy beside the shard, the generation's row, the manifest, every
+file to the last byte, and the rows in the database. A missing thing ends the checks that need it and no
+others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow
+from fabric_pipelines.errors import FabricError, SchemaError, UsageError
+from fabric_pipelines.ids import digest
+from fabric_pipelines.receipts.issuing import RECEIPT_FILE, outputs
+from fabric_pipelines.receipts.source_check import source_differences
+from fabric_pipelines.records.receipt import Receipt
+from fabric_pipelines.shards.blocks import map_array, map_columns
+from fabric_pipelines.shards.difference import Difference, field_differences
+from fabric_pipelines.shards.generation import Generation, published_folder
+from fabric_pipelines.shards.logical import array_sha256, table_sha256
+from fabric_pipelines.shards.manifest import FileEntry, ShardManifest, read_manifest
+from fabric_pipelines.shards.scrub import damaged_files
+from fabric_pipelines.shards.shard import Shard
+from fabric_pipelines.shards.store import VectorStore, store_of
+
+IDENTITY = ("source", "recipe", "outputs", "parents")
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    ok: bool
+    receipt_id: str
+    shard: str
+    generation: int
+    differences: tuple[Difference, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verify(db: Database | VectorStore, root: Path, receipt_id: str) -> Verification:
+    """Check receipt `receipt_id` (or an unambiguous prefix). UsageError when there is none."""
+    store = store_of(db)
+    row = find(store, receipt_id)
+    differences = tuple(_differences(store, root, row))
+    return Verification(not differences, row.receipt_id, row.shard, row.generation, differences)
+
+
+def find(store: VectorStore, receipt_id: str) -> ReceiptRow:
+    row = store.find_receipt(receipt_id)
+    if row is None:
+        raise UsageError(
+            f"there is no receipt {receipt_id!r} in this database; `fabric receipt list` shows them"
+        )
+    return row
+
+
+def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Difference]:
+    predicate = row.statement.get("predicate", {})
+    yield from _self_differences(row, predicate)
+    published = store.current_generation(row.shard, row.generation)
+    generation = None
+    if published is None:
+        yield Difference(
+            "generation",
+            str(row.generation),
+            "none",
+            f"generation {row.generation} of shard {row.shard!r} is not published in this database",
+        )
+    else:
+        yield from _row_differences(predicate, published)
+        try:
+            generation = _open(root, published)
+        except FabricError as fault:
+            yield Difference("manifest.json", published.manifest_sha256, "unreadable", str(fault))
+    shard = None
+    if generation is not None:
+        yield from _copy_differences(generation.folder / RECEIPT_FILE, row.statement)
+        yield from _manifest_differences(predicate, generation)
+        damage = list(damaged_files(generation))
+        yield from damage
+        yield from _logical_differences(generation, {found.what for found in damage})
+        shard = None if damage else Shard(generation)
+    try:
+        yield from source_differences(store, predicate.get("source", {}), shard)
+    finally:
+        if shard is not None:
+            shard.close()
+
+
+def _self_differences(row: ReceiptRow, predicate: Mapping[str, Any]) -> Iterator[Difference]:
+    """The id is the hash of the identity; the statement's head repeats what the identity says."""
+    found = digest({name: predicate.get(name) for name in IDENTITY})
+    if found != row.receipt_id:
+        yield Difference(
+            "receipt_id",
+            row.receipt_id,
+            found,
+            f"receipt {row.receipt_id[:12]} was changed after it was issued: its content hashes to "
+            f"{found[:12]}",
+        )
+        return
+    try:
+        expected = Receipt.from_statement(row.statement).to_statement()
+    except SchemaError as fault:
+        yield Difference("receipt", row.receipt_id, "unreadable", str(fault))
+        return
+    yield from field_differences(
+        "statement", expected, dict(row.statement), "{expected} by its content, {found} written"
+    )
+
+
+def _row_differences(predicate: Mapping[str, Any], row: GenerationRow) -> Iterator[Difference]:
+    said = predicate.get("outputs", {})
+    for name in ("generation", "token", "manifest_sha256"):
+        yield from field_differences(
+            f"outputs.{name}",
+            said.get(name),
+            getattr(row, name),
+            "{expected} in the receipt, {found} in the generation's row",
+        )
+
+
+def _open(root: Path, row: GenerationRow) -> Generation:
+    folder = published_folder(root, row)
+    return Generation(folder, read_manifest(folder, row.manifest_sha256), row.manifest_sha256)
+
+
+def _copy_differences(path: Path, statement: Mapping[str, Any]) -> Iterator[Difference]:
+    try:
+        copy = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        yield Difference(RECEIPT_FILE, "a copy", "missing", f"{path} is missing")
+        return
+    except ValueError as fault:
+        yield Difference(RECEIPT_FILE, "a copy", "unreadable", f"{path} is not JSON: {fault}")
+        return
+    yield from field_differences(
+        RECEIPT_FILE, dict(statement), copy, "{expected} in the database, {found} in the file"
+    )
+
+
+def _manifest_differences(
+    predicate: Mapping[str, Any], generation: Generation
+) -> Iterator[Difference]:
+    manifest = generation.manifest
+    expected = {
+        "source": manifest.source,
+        "recipe": manifest.recipe,
+        "outputs": outputs(manifest, generation.manifest_sha256),
+    }
+    for name, value in expected.items():
+        yield from field_differences(
+            name, predicate.get(name), value, "{expected} in the receipt, {found} in the manifest"
+        )
+
+
+def _logical_differences(generation: Generation, damaged: set[str]) -> Iterator[Difference]:
+    """Files whose bytes are right must also mean what the manifest says."""
+    for entry in generation.manifest.files:
+        if entry.path in damaged:
+            continue
+        found = logical_of(generation.folder, generation.manifest, entry)
+        if found != entry.logical_sha256:
+            yield Difference(
+                entry.path,
+                entry.logical_sha256,
+                found,
+                f"{entry.label} holds other values than its logical digest says",
+            )
+
+
+def logical_of(folder: Path, manifest: ShardManifest, entry: FileEntry) -> str:
+    path = folder / entry.path
+    if entry.role == "columns":
+        return table_sha256(map_columns(path))
+    dtype, shape = {
+        "vectors": (manifest.dtype, (entry.rows, manifest.dim)),
+        "ids": ("<i8", (entry.rows,)),
+        "centroids": ("<f8", (manifest.lists, manifest.dim)),
+        "marks": ("<u8", (manifest.lists, 2)),
+        "quarantine_ids": ("<i8", (entry.rows,)),
+        "quarantine_vectors": (manifest.dtype, (entry.rows, manifest.dim)),
+    }[entry.role]
+    return array_sha256(map_array(path, dtype, shape))

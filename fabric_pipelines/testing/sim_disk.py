@@ -1,0 +1,381 @@
+"""A disk in memory that remembers every operation and can show what a crash after any of them may leave.
+
+The model is what POSIX promises, no more. A write not yet synced may be on the disk in any subset of its
+512-byte sectors, whatever later writes did; a name made, moved or removed may be lost until its folder is
+synced; a failed fsync drops what it should have written and says nothing later. `kill -9` tests cannot show
+any of this, since the page cache survives them. Refuses to model a sector that is itself half written, but
+for the torn states, which cut the last write at each byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SECTOR_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    path: Path
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    inode: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    inode: int
+    offset: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFolder:
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    source: Path
+    target: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Unlink:
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The workload's own word on where it stands, e.g. ("acked", lsn); costs nothing on the disk."""
+
+    name: str
+    value: int
+
+
+EntryOp = Create | Rename | Unlink
+ContentOp = Allocate | Write
+Op = EntryOp | ContentOp | Sync | SyncFailed | SyncFolder | Note
+
+
+@dataclass(slots=True)
+class Image:
+    """What is on a platter: names and contents."""
+
+    entries: dict[Path, int] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
+
+    def apply_entry(self, op: EntryOp) -> None:
+        if isinstance(op, Create):
+            self.entries[op.path] = op.inode
+        elif isinstance(op, Rename):
+            inode = self.entries.pop(op.source, None)
+            if inode is not None:
+                self.entries[op.target] = inode
+        else:
+            self.entries.pop(op.path, None)
+
+    def apply_content(self, op: ContentOp) -> None:
+        old = self.contents.get(op.inode, b"")
+        if isinstance(op, Allocate):
+            self.contents[op.inode] = old.ljust(op.size, b"\0")
+            return
+        old = old.ljust(op.offset, b"\0")
+        self.contents[op.inode] = old[: op.offset] + op.content + old[op.offset + len(op.content) :]
+
+    def copy(self) -> Image:
+        return Image(dict(self.entries), dict(self.contents))
+
+
+class ProcessKilled(BaseException):
+    """The process ended here, as by `kill -9`; what it wrote stays in the cache of the SimDisk."""
+
+
+class SimDisk:
+    """FileOps over an image. `lying` names calls that report success and do nothing (mutations); `failing`
+    maps the number of a call (0, 1, ...) to the errno it raises; from call `killed_at` on the process is dead,
+    until `restart`; `calls` counts them."""
+
+    def __init__(
+        self,
+        image: Image | None = None,
+        *,
+        lying: Iterable[str] = (),
+        failing: Mapping[int, int] | None = None,
+        killed_at: int | None = None,
+    ) -> None:
+        self.start = (image or Image()).copy()
+        self.log: list[Op] = []
+        self.calls = 0
+        self.call_names: list[str] = []
+        self._cache = self.start.copy()
+        self._lying = frozenset(lying)
+        self._failing = dict(failing or {})
+        self._killed_at = killed_at
+        self._inode = max(self.start.contents.keys() | self.start.entries.values(), default=0)
+        self._open: dict[int, int] = {}
+        self._descriptor = 100
+
+    def note(self, name: str, value: int) -> None:
+        self.log.append(Note(name, value))
+
+    def restart(self) -> None:
+        self._killed_at = None
+        self._open.clear()
+
+    @property
+    def open_descriptors(self) -> int:
+        return len(self._open)
+
+    # FileOps
+
+    def make_folder(self, folder: Path) -> None:
+        self._call("make_folder")
+
+    def names(self, folder: Path) -> list[str]:
+        self._call("names")
+        return sorted(path.name for path in self._cache.entries if path.parent == folder)
+
+    def read_bytes(self, path: Path) -> bytes:
+        self._call("read_bytes")
+        return self._cache.contents.get(self._inode_of(path), b"")
+
+    def lock(self, path: Path) -> int:
+        self._call("lock")
+        return self._descriptor_for(-1)
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        self._call("open")
+        if create:
+            if path in self._cache.entries:
+                raise OSError(errno.EEXIST, "exists")
+            self._inode += 1
+            self._do_entry(Create(path, self._inode))
+        return self._descriptor_for(self._inode_of(path))
+
+    def close(self, fd: int) -> None:
+        self._open.pop(fd, None)
+
+    def size(self, fd: int) -> int:
+        self._call("size")
+        return len(self._cache.contents.get(self._open[fd], b""))
+
+    def fallocate(self, fd: int, size: int) -> None:
+        self._call("fallocate")
+        self._do_content(Allocate(self._open[fd], size))
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        content = b"".join(buffers)
+        try:
+            self._call("pwritev")
+        except OSError:
+            self._do_content(Write(self._open[fd], offset, content[: len(content) // 2]))
+            raise
+        self._do_content(Write(self._open[fd], offset, content))
+        return len(content)
+
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._call("preadv")
+        found = self._cache.contents.get(self._open[fd], b"")[offset : offset + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def fdatasync(self, fd: int) -> None:
+        self._sync("fdatasync", self._open[fd])
+
+    def fsync(self, fd: int) -> None:
+        self._sync("fsync", self._open[fd])
+
+    def fsync_folder(self, folder: Path) -> None:
+        self._call("fsync_folder")
+        if "fsync_folder" not in self._lying:
+            self.log.append(SyncFolder(folder))
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._call("rename")
+        self._do_entry(Rename(source, target))
+
+    def unlink(self, path: Path) -> None:
+        self._call("unlink")
+        self._do_entry(Unlink(path))
+
+    def forget_cache(self, fd: int) -> None:
+        self._call("forget_cache")
+
+    def map(self, fd: int, size: int) -> memoryview:
+        self._call("map")
+        return memoryview(self._cache.contents[self._open[fd]][:size])
+
+    # how
+
+    def _call(self, name: str) -> None:
+        number, self.calls = self.calls, self.calls + 1
+        self.call_names.append(name)
+        if self._killed_at is not None and number >= self._killed_at:
+            raise ProcessKilled(f"before call {number}, {name}")
+        if number in self._failing:
+            code = self._failing[number]
+            raise OSError(code, errno.errorcode[code])
+
+    def _sync(self, name: str, inode: int) -> None:
+        try:
+            self._call(name)
+        except OSError:
+            self.log.append(SyncFailed(inode))
+            raise
+        if name not in self._lying:
+            self.log.append(Sync(inode))
+
+    def _inode_of(self, path: Path) -> int:
+        if path not in self._cache.entries:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+        return self._cache.entries[path]
+
+    def _descriptor_for(self, inode: int) -> int:
+        self._descriptor += 1
+        self._open[self._descriptor] = inode
+        return self._descriptor
+
+    def _do_entry(self, op: EntryOp) -> None:
+        self.log.append(op)
+        self._cache.apply_entry(op)
+
+    def _do_content(self, op: ContentOp) -> None:
+        self.log.append(op)
+        self._cache.apply_content(op)
+
+
+@dataclass(frozen=True, slots=True)
+class CrashState:
+    """One thing that may be on the platter after the first `after_ops` operations. `notes`: the latest value
+    of each note by then; `story`: how this state came about, for the message of a failed test."""
+
+    after_ops: int
+    story: str
+    notes: Mapping[str, int]
+    image: Image
+
+
+@dataclass(slots=True)
+class _Platter:
+    """What is certain, and what is still under way."""
+
+    certain: Image
+    contents: list[ContentOp] = field(default_factory=list)
+    entries: list[EntryOp] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def advance(self, op: Op) -> None:
+        if isinstance(op, Note):
+            self.notes[op.name] = op.value
+        elif isinstance(op, Allocate | Write):
+            self.contents.append(op)
+        elif isinstance(op, Create | Rename | Unlink):
+            self.entries.append(op)
+        elif isinstance(op, SyncFolder):
+            for entry in self.entries:
+                self.certain.apply_entry(entry)
+            self.entries = []
+        else:
+            if isinstance(op, Sync):
+                for content in self.contents:
+                    if content.inode == op.inode:
+                        self.certain.apply_content(content)
+            self.contents = [content for content in self.contents if content.inode != op.inode]
+
+    def image(self, contents: Iterable[ContentOp], entries: Iterable[EntryOp]) -> Image:
+        image = self.certain.copy()
+        for content in contents:
+            image.apply_content(content)
+        for entry in entries:
+            image.apply_entry(entry)
+        return image
+
+
+def crash_states(disk: SimDisk, *, seed: int, subsets: int) -> Iterator[CrashState]:
+    """After each operation: everything pending lost, everything kept, names lost, names kept but contents
+    lost, and `subsets` random choices of sectors and names."""
+    chance = random.Random(seed)
+    platter = _Platter(disk.start.copy())
+    for count in range(len(disk.log) + 1):
+        if count:
+            platter.advance(disk.log[count - 1])
+        notes = dict(platter.notes)
+        pending, names = platter.contents, platter.entries
+        choices: list[tuple[str, list[ContentOp], list[EntryOp]]] = [("all lost", [], [])]
+        if pending or names:
+            choices.append(("all kept", pending, names))
+        if pending and names:
+            choices += [("names lost", pending, []), ("contents lost", [], names)]
+        if pending:
+            sectors = [sector for op in pending for sector in _sectors(op)]
+            for _ in range(subsets):
+                kept = [sector for sector in sectors if chance.random() < 0.5]
+                choices.append((f"sectors {_places(kept)}", kept, names))
+        if len(names) > 1:
+            kept_names = [name for name in names if chance.random() < 0.5]
+            choices.append((f"names {kept_names}", pending, kept_names))
+        for story, contents, entries in choices:
+            yield CrashState(count, story, notes, platter.image(contents, entries))
+
+
+def torn_states(disk: SimDisk, *, after_ops: int) -> Iterator[CrashState]:
+    """For the write that is operation `after_ops - 1`: everything before it kept, it cut at every byte, with
+    either side of the cut on the platter."""
+    platter = _Platter(disk.start.copy())
+    for op in disk.log[: after_ops - 1]:
+        platter.advance(op)
+    write = disk.log[after_ops - 1]
+    assert isinstance(write, Write), f"operation {after_ops - 1} is {write}"
+    for cut in range(len(write.content) + 1):
+        head = Write(write.inode, write.offset, write.content[:cut])
+        tail = Write(write.inode, write.offset + cut, write.content[cut:])
+        for side, kept in (("head", head), ("tail", tail)):
+            yield CrashState(
+                after_ops,
+                f"{side} of the write cut at byte {cut}",
+                dict(platter.notes),
+                platter.image([*platter.contents, kept], platter.entries),
+            )
+
+
+def writes_of(disk: SimDisk) -> list[int]:
+    """Values of `after_ops` for `torn_states`: one for each write in the log."""
+    return [index + 1 for index, op in enumerate(disk.log) if isinstance(op, Write)]
+
+
+def _sectors(op: ContentOp) -> list[ContentOp]:
+    if isinstance(op, Allocate):
+        return [op]
+    pieces: list[ContentOp] = []
+    at = 0
+    while at < len(op.content):
+        size = SECTOR_BYTES - (op.offset + at) % SECTOR_BYTES
+        pieces.append(Write(op.inode, op.offset + at, op.content[at : at + size]))
+        at += size
+    return pieces
+
+
+def _places(ops: Sequence[ContentOp]) -> list[str]:
+    return [
+        f"{op.inode}:{op.offset // SECTOR_BYTES}" if isinstance(op, Write) else f"{op.inode}:size"
+        for op in ops
+    ]

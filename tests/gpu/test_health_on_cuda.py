@@ -1,0 +1,85 @@
+"""The health table by kernels equals the one by twins; offsets pass 2^31; nothing is compiled at run time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_pipelines.analytics import kernels
+from fabric_pipelines.analytics.csr import group
+from fabric_pipelines.analytics.health import METRICS, Metric, measure
+from fabric_pipelines.analytics.reference.row_admit import row_hash
+from fabric_pipelines.device.gpu import Gpu
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+@pytest.mark.parametrize("dim", [2, 31, 128, 384, 1025])
+def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
+    gpu: Gpu, dim: int, metric: Metric
+) -> None:
+    rng = np.random.default_rng(dim)
+    labels = rng.integers(0, 30, 6000)
+    rows = (rng.standard_normal((30, dim))[labels] + rng.standard_normal((6000, dim))).astype("f4")
+    rows[5, -1], rows[6], rows[7, 0] = np.nan, 0.0, np.inf
+    csr, _ = group(rows, labels, np.arange(6000), 31)
+    cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric)
+    cuda = measure(
+        csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", reference=cpu.reference()
+    )
+    cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric, reference=cpu.reference())
+    for name in METRICS:
+        assert np.array_equal(cuda.readings[name].status, cpu.readings[name].status), name
+        np.testing.assert_allclose(
+            cuda.readings[name].value, cpu.readings[name].value, rtol=1e-9, atol=1e-9, err_msg=name
+        )
+    assert (cuda.readings["checksum_mismatch"].value == 0).all()
+    assert len(cuda.breaches) == 0
+    assert {cuda.backend[name] for name in ("P1", "P2", "P3")} == {"cuda"}
+    assert {cuda.backend[name] for name in ("P4", "P7", "P8")} == {"cpu"}
+
+
+def test_rows_past_2_to_31_components_are_reached(gpu: Gpu) -> None:
+    dim, piece = 4096, 8192
+    count = (2**31 // dim // piece + 2) * piece
+    if gpu.memory().free_bytes < 2 * 4 * count * dim:
+        pytest.skip(f"{gpu.identity.name} has too little free memory for {count} rows of {dim}")
+    block = np.random.default_rng(0).standard_normal((piece, dim), dtype=np.float32)
+    source, rows = gpu.upload(block), gpu.empty((count, dim), np.float32)
+    for start in range(0, count, piece):
+        gpu.copy(rows[start : start + piece], source)
+    assert count * dim > 2**31
+    _, _, found = kernels.row_admit(gpu, rows, 1e-12)
+    expected = row_hash(block)
+    for start in (0, count - piece):
+        assert np.array_equal(gpu.download(found[start : start + piece]), expected)
+    indptr = gpu.upload(np.array([0, count - 100, count]))
+    weight = gpu.upload(np.ones(count))
+    total = kernels.csr_centroid(gpu, rows, weight, indptr)
+    last = block[-100:].astype(np.float64)
+    np.testing.assert_allclose(gpu.download(total)[1], last.sum(axis=0), rtol=1e-9, atol=1e-9)
+    centre = gpu.upload(np.stack([np.zeros(dim), last.mean(axis=0)]))
+    radius2 = gpu.download(kernels.csr_radius(gpu, rows, weight, indptr, centre))
+    exact = ((last - last.mean(axis=0)) ** 2).sum(axis=1)
+    np.testing.assert_allclose(radius2[-100:], exact, rtol=1e-12)
+
+
+def test_a_fresh_process_compiles_nothing(gpu: Gpu, tmp_path: Path) -> None:
+    program = (
+        "import numpy as np\n"
+        "from fabric_pipelines.analytics.health import measure\n"
+        "rows = np.random.default_rng(0).standard_normal((100, 33), dtype=np.float32)\n"
+        "found = measure(rows, np.array([0, 40, 100]), np.arange(100), metric='l2', backend='cuda')\n"
+        "assert found.backend['P1'] == 'cuda'\n"
+    )
+    caches = {"CUPY_CACHE_DIR": str(tmp_path / "cupy"), "CUDA_CACHE_PATH": str(tmp_path / "cuda")}
+    environ = {**os.environ, **caches, "CUDA_DISABLE_PTX_JIT": "1", "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )}  # fmt: skip
+    subprocess.run([sys.executable, "-c", program], check=True, env=environ, cwd=tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
