@@ -8,7 +8,7 @@ from pydantic import Field
 from fabric_pipelines.settings import Settings, load
 
 
-class FabricResource(dg.ConfigurableResource):
+class FabricResource(dg.ConfigurableResource[None]):
     home: str = Field(default="", description="FABRIC_HOME; empty: as settings say")
 
     def settings(self) -> Settings:

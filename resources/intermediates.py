@@ -62,7 +62,10 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 def _read(path: Path) -> Any:
     if path.is_dir():
-        return {unquote(item.stem): _read_table(item) for item in sorted(path.glob("*.arrow"))}
+        return {
+            unquote(item.name.removesuffix(".arrow")): _read_table(item)
+            for item in sorted(path.iterdir())
+        }
     if path.with_suffix(".arrow").exists():
         return _read_table(path.with_suffix(".arrow"))
     return json.loads(path.with_suffix(".json").read_text())

@@ -267,7 +267,8 @@ class BrokerClient:
         return ComputedReply(**self._call("computed", {"crc32c": crc32c(ipc)}, ipc)[0])
 
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
-        """Give tasks back. `attempted`: they had started, so it counts as a failed attempt."""
+        """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it
+        counts as an attempt for a task that was alone, and brings the others back in halves."""
         head = {"reason": reason, "attempted": attempted}
         return int(self._call("nack", head, ids_part(task_ids))[0]["count"])
 

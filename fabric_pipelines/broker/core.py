@@ -519,7 +519,8 @@ class Core:
     def nack(
         self, name: str, task_ids: npt.NDArray[np.int64], reason: str, *, attempted: bool = False
     ) -> tuple[list[Fact], int]:
-        """What the session did not start goes back without an attempt being counted; `attempted` counts one."""
+        """What the session did not start goes back without an attempt being counted. `attempted`: it had
+        started when the engine failed, so it is treated as a lease that ran out, blame and halves alike."""
         tasks, known = self._sequences(task_ids)
         tasks = np.unique(tasks[known])
         index, mine = self.state.index, self.state.sessions.get(name, -2)
@@ -527,8 +528,8 @@ class Core:
         self.counters["late_acks"] += len(tasks) - len(ours)
         if not len(ours):
             return [], 0
-        verdicts = self._verdicts(ours, np.full(len(ours), 2, np.int32)) if attempted else None
-        return [_returned(name, reason, ours, verdicts)], len(ours)
+        fact = self._expired(name, ours, reason) if attempted else _returned(name, reason, ours)
+        return [fact], len(ours)
 
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
@@ -544,23 +545,22 @@ class Core:
             del self.sessions[session.name]
             held = self._held_by(session.name)
             if len(held):
-                facts.append(self._expired(session.name, held))
+                reason = f"session {session.name} did not renew its lease"
+                facts.append(self._expired(session.name, held, reason))
         if now_s >= self._grace_s and self.state.accounts.in_state(IN_DOUBT):
             doubtful = self.state.in_state(IN_DOUBT)
             reason = "not claimed within the lease time after a restart"
             facts.append(_returned("", reason, doubtful, expired=True))
         return facts
 
-    def _expired(self, name: str, held: Sequences) -> Returned:
+    def _expired(self, name: str, held: Sequences, reason: str) -> Returned:
         """An attempt is counted only for a task that was alone in its lease; the others come back in halves."""
         leases = self.state.index.lease[held]
         _, inverse, sizes = np.unique(leases, return_inverse=True, return_counts=True)
         alone = (sizes[inverse] == 1) & (leases >= 0)
         blamed = self._verdicts(held, np.full(len(held), 2, np.int32))
         verdicts = np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
-        return _returned(
-            name, f"session {name} did not renew its lease", held, verdicts, expired=True
-        )
+        return _returned(name, reason, held, verdicts, expired=True)
 
     # -- completion
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from fabric_pipelines.errors import DigestMismatch, ModelMissing, StorageFailed
 from fabric_pipelines.ids import digest
-from fabric_pipelines.models.catalogue import MODELS, ModelSpec, spec_of
+from fabric_pipelines.models import catalogue, recipes
+from fabric_pipelines.models.catalogue import ModelSpec, spec_of
 from fabric_pipelines.models.recipes import (
     CONTENTS,
     RECIPES,
@@ -94,24 +95,42 @@ def pull(
 
 
 def located(name: str, cache: Path) -> ModelFiles:
-    """The files of a pulled model; ModelMissing says how to get it."""
+    """The files of a pulled model, all parts; ModelMissing says how to get it."""
     files = _layout(spec_of(name), cache)
-    if not _complete(files):
-        raise ModelMissing(
-            f"model {name} is not in {cache} for the installed runtimes: run `fabric models pull {name}`"
-        )
+    for folder in files.parts.values():
+        _require_present(name, folder)
     return files
+
+
+def part_folder(name: str, part: str, cache: Path) -> Path:
+    """One part's folder; the runtimes of other parts need not be installed. ModelMissing as above."""
+    folder = cache / name / f"{part}-{part_mark(name, part)}"
+    _require_present(name, folder)
+    return folder
+
+
+def _require_present(name: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelMissing(
+            f"model {name} is not in {folder.parent.parent} for the installed runtimes: "
+            f"run `fabric models pull {name}`"
+        )
 
 
 def tokeniser(name: str, cache: Path) -> Tokeniser:
     """The tokeniser of a pulled model."""
-    return Tokeniser(located(name, cache).parts[TOKENISER])
+    return Tokeniser(part_folder(name, TOKENISER, cache))
+
+
+def part_mark(name: str, part: str) -> str:
+    """Digest of what a part is made from: source bytes, converter, runtime version."""
+    return recipes.part_mark(spec_of(name), part)
 
 
 def installed(cache: Path) -> list[Installed]:
     """Every folder in the cache with its size, by model and part."""
     rows = []
-    for name, spec in MODELS.items():
+    for name, spec in catalogue.MODELS.items():
         home = cache / name
         current = _current_folders(spec, cache)
         folders = sorted(home.iterdir()) if home.is_dir() else []

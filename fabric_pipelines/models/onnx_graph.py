@@ -115,3 +115,23 @@ class GraphBuilder:
         path.write_bytes(model.SerializeToString(deterministic=True))
         self._onnx.checker.check_model(str(path))
         return path
+
+
+def truncated(path: Path, last: str) -> bytes:
+    """The graph file at `path` cut behind the node that makes `last`: outputs named after it and weights that
+    only it needs are gone. Nodes are in order of computation, since GraphBuilder wrote them."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    graph = model.graph
+    end = 1 + next(index for index, node in enumerate(graph.node) if last in node.output)
+    del graph.node[end:]
+    made = {name for node in graph.node for name in node.output}
+    used = {name for node in graph.node for name in node.input}
+    outputs = [value for value in graph.output if value.name in made]
+    weights = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.output[:]
+    del graph.initializer[:]
+    graph.output.extend(outputs)
+    graph.initializer.extend(weights)
+    return bytes(model.SerializeToString())

@@ -200,3 +200,8 @@ RECIPES: Mapping[str, tuple[Recipe, ...]] = {
         ),
     ),
 }
+
+
+def part_mark(spec: ModelSpec, part: str) -> str:
+    """Digest that names the folder of one part of a model."""
+    return next(recipe for recipe in RECIPES[spec.architecture] if recipe.part == part).mark(spec)

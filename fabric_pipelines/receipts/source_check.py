@@ -16,33 +16,16 @@ import numpy.typing as npt
 from fabric_pipelines.dataplane.vectors import (
     BUCKETS,
     ContentHash,
-    Source,
     SourceRows,
     SourceState,
 )
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.shard import Shard
-from fabric_pipelines.shards.store import VectorStore
+from fabric_pipelines.shards.store import VectorStore, source_of
 
 NAMED_MAX = 10
 WHERE_FIELDS = ("cluster", "database", "relation_oid", "columns", "encoding")
-
-
-def source_of(fields: Mapping[str, Any]) -> Source:
-    """The source that a receipt's `source` part describes. SchemaError when it describes none."""
-    try:
-        own = (fields["id_column"], fields["vector_column"])
-        return Source(
-            relation=fields["relation"],
-            id_column=own[0],
-            vector_column=own[1],
-            submission_id=fields["submission_id"],
-            filter=fields["filter"],
-            columns=tuple(sorted(set(fields["columns"]) - set(own))),
-        )
-    except (KeyError, TypeError) as fault:
-        raise SchemaError(f"the receipt's source lacks {fault}") from fault
 
 
 def source_differences(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +34,22 @@ IDENTITY = ("source", "recipe", "outputs", "parents")
 
 @dataclass(frozen=True, slots=True)
 class Verification:
+    ok: bool
     receipt_id: str
     shard: str
     generation: int
     differences: tuple[Difference, ...]
 
-    @property
-    def ok(self) -> bool:
-        return not self.differences
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "receipt_id": self.receipt_id,
-            "shard": self.shard,
-            "generation": self.generation,
-            "differences": [found.as_json() for found in self.differences],
-        }
+        return asdict(self)
 
 
 def verify(db: Database | VectorStore, root: Path, receipt_id: str) -> Verification:
     """Check receipt `receipt_id` (or an unambiguous prefix). UsageError when there is none."""
     store = store_of(db)
     row = find(store, receipt_id)
-    return Verification(
-        row.receipt_id, row.shard, row.generation, tuple(_differences(store, root, row))
-    )
+    differences = tuple(_differences(store, root, row))
+    return Verification(not differences, row.receipt_id, row.shard, row.generation, differences)
 
 
 def find(store: VectorStore, receipt_id: str) -> ReceiptRow:

@@ -3,17 +3,22 @@
 from fabric_pipelines.shards.building import build, janitor
 from fabric_pipelines.shards.difference import Difference
 from fabric_pipelines.shards.generation import Generation
+from fabric_pipelines.shards.recall import Recall, recall_of
 from fabric_pipelines.shards.scrub import ScrubReport, scrub
 from fabric_pipelines.shards.shard import Shard, open_generation, open_shard
+from fabric_pipelines.shards.upkeep import build_if_moved
 
 __all__ = [
     "Difference",
     "Generation",
+    "Recall",
     "ScrubReport",
     "Shard",
     "build",
+    "build_if_moved",
     "janitor",
     "open_generation",
     "open_shard",
+    "recall_of",
     "scrub",
 ]

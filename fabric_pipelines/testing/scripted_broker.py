@@ -33,6 +33,7 @@ class ScriptedRenew:
 class ScriptedDelivery:
     accepted: int
     duplicates: int
+    late: int
     unknown: int
 
 
@@ -58,11 +59,13 @@ class ScriptedBroker:
     computed_rows: dict[int, dict[str, object]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     nacks: list[tuple[list[int], str]] = field(default_factory=list)
+    blamed: set[int] = field(default_factory=set)
     claims: list[list[int]] = field(default_factory=list)
     asked: list[dict[str, int | None]] = field(default_factory=list)
     renewals: int = 0
     duplicates: int = 0
     session_known: bool = False
+    hold_reason: str = ""
 
     def __post_init__(self) -> None:
         self._by_id = {task.task_id: task for task in self.tasks}
@@ -101,6 +104,7 @@ class ScriptedBroker:
     def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None:
         self._answer()
         self.asked.append({"sequences": sequences, "tokens": tokens, "kv_tokens": kv_tokens})
+        self.hold_reason = "at the high-water mark" if self.hold else ""
         if self.hold or not self.ready:
             return None
         picked = self._pick(sequences, tokens, kv_tokens)
@@ -140,32 +144,37 @@ class ScriptedBroker:
     def computed(self, batch: pa.RecordBatch) -> ScriptedDelivery:
         self._answer()
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
-        accepted = duplicates = unknown = 0
+        accepted = duplicates = late = unknown = 0
         for row in batch.to_pylist():
             task_id = row["task_id"]
             if task_id in self.computed_rows:
                 duplicates += 1
             elif task_id not in self._by_id:
                 unknown += 1
+            elif task_id not in self.leased:
+                late += 1
             else:
                 accepted += 1
                 self.computed_rows[task_id] = row
                 self.leased.discard(task_id)
-                if task_id in self.ready:  # expired, and finished all the same
-                    self.ready.remove(task_id)
         self.duplicates += duplicates
         if self.lose_answers > 0:
             self.lose_answers -= 1
             raise BrokerUnavailable("scripted broker died before it answered")
-        return ScriptedDelivery(accepted, duplicates, unknown)
+        return ScriptedDelivery(accepted, duplicates, late, unknown)
 
-    def nack(self, task_ids: Sequence[int], *, reason: str) -> int:
+    def nack(self, task_ids: Sequence[int], *, reason: str, attempted: bool = False) -> int:
         self._answer()
         self.nacks.append((list(task_ids), reason))
+        self.blamed.update(task_ids if attempted else ())
         mine = [task for task in task_ids if task in self.leased]
         self.leased.difference_update(mine)
         self.ready = mine + self.ready
         return len(mine)
+
+    def detach(self) -> None:
+        self._answer()
+        self.session_known = False
 
     def _answer(self, *, session: bool = True) -> None:
         if self.away or (session and not self.session_known):

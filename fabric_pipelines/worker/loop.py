@@ -51,11 +51,16 @@ class Delivered(Protocol):
     @property
     def duplicates(self) -> int: ...
     @property
+    def late(self) -> int: ...
+    @property
     def unknown(self) -> int: ...
 
 
 class Source(Protocol):
-    """What the loop asks of a broker: broker.client.BrokerClient in production."""
+    """What the loop asks of a broker: broker.client.BrokerClient in production. hold_reason: why the last `lease`
+    gave nothing although work may be ready; empty otherwise."""
+
+    hold_reason: str
 
     def attach(
         self,
@@ -69,7 +74,8 @@ class Source(Protocol):
     def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None: ...
     def renew(self) -> Renewed: ...
     def computed(self, batch: pa.RecordBatch) -> Delivered: ...
-    def nack(self, task_ids: Sequence[int], *, reason: str) -> int: ...
+    def nack(self, task_ids: Sequence[int], *, reason: str, attempted: bool = False) -> int: ...
+    def detach(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class WorkerLoop:
             raise
         finally:
             self._deliver()
+            self._detach()
             self.counts.undelivered = self.outbox.tasks
             self.counts.seconds = self._now() - self._started_s
         return self.counts
@@ -269,14 +276,15 @@ class WorkerLoop:
             self.outbox.confirm(spans, self._now())
             self.counts.sent += reply.accepted
             self.counts.duplicates += reply.duplicates
+            self.counts.late += reply.late
             self.counts.unknown += reply.unknown
 
-    def _nack(self, tasks: Sequence[int], reason: str) -> None:
+    def _nack(self, tasks: Sequence[int], reason: str, *, attempted: bool = False) -> None:
         if not tasks:
             return
         if self._attached:
             try:
-                self._source.nack(tasks, reason=reason)
+                self._source.nack(tasks, reason=reason, attempted=attempted)
                 self.counts.nacked += len(tasks)
                 return
             except TransientError as fault:
@@ -295,16 +303,26 @@ class WorkerLoop:
 
     def _give_up(self, reason: str) -> None:
         """The engine is beyond use: what it finished is delivered, if the broker comes back in time; all else
-        goes back."""
+        goes back. Only what was inside may be to blame: the broker finds out which by halving."""
         until_s = self._now() + self._pace.drain_s
         while not self._attached and self._now() < until_s:
             self._attach(self._now())
             self._wait(0.0 if self._attached else max(self._retry_s - self._now(), 0.001))
         self._deliver()
-        tasks = self.supply.task_ids()
-        self.supply.drop_waiting()
-        self.supply.finish([task for task in tasks if self.supply.is_inside(task)])
-        self._nack(tasks, reason)
+        waiting = self.supply.drop_waiting()
+        inside = self.supply.task_ids()
+        self.supply.finish(inside)
+        self._nack(waiting, reason)
+        self._nack(inside, reason, attempted=True)
+
+    def _detach(self) -> None:
+        """Nothing is in hand any more: the broker need not wait for this session's time to run out."""
+        if self._attached and not len(self.supply) and not self.outbox.tasks:
+            try:
+                self._source.detach()
+            except TransientError as fault:
+                self._lost(fault, self._now())
+            self._attached = False
 
     # ---- supply
 
@@ -326,6 +344,12 @@ class WorkerLoop:
                 self._lost(fault, self._now())
                 return
             if lease is None:
+                if self._source.hold_reason:
+                    self._hold, self._renew_s = (
+                        True,
+                        self._now(),
+                    )  # a renewal tells when to come back
+                    return
                 self._source_is_dry = True
                 self._ask_s = self._now() + self._ask_delay
                 self._ask_delay = min(2 * self._ask_delay, self._pace.ask_again_max_s)

@@ -14,6 +14,9 @@ from fabric_pipelines.worker.engines.door import EngineStats
 
 @dataclass(slots=True)
 class Throughput:
+    """ok, refused, failed: outcomes of the engine. sent: results the broker took; duplicates, late, unknown: as
+    it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end."""
+
     leases: int = 0
     lane_switches: int = 0
     ok: int = 0
@@ -21,6 +24,7 @@ class Throughput:
     failed: int = 0
     sent: int = 0
     duplicates: int = 0
+    late: int = 0
     unknown: int = 0
     nacked: int = 0
     expired: int = 0

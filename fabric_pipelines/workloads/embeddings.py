@@ -134,3 +134,18 @@ def near_duplicates(
         table=pa.Table.from_pylist(records),
         similarities=similarities,
     )
+
+
+def others(
+    ids: npt.NDArray[np.int64],
+    source_rows: npt.NDArray[np.int64],
+    neighbours: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Neighbour ids [rows, k + 1] of row i = ids[i], as source rows [rows, k], row i itself left out. Among equal
+    vectors the row itself need not come first, nor be among the k + 1 at all; then the last one is dropped."""
+    order = np.argsort(ids)
+    found = source_rows[order[np.searchsorted(ids[order], neighbours)]]
+    own = neighbours == ids[:, None]
+    own[~own.any(axis=1), -1] = True
+    kept: npt.NDArray[np.int64] = found[~own].reshape(len(ids), -1)
+    return kept

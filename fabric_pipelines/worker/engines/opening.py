@@ -52,7 +52,8 @@ def read_folder(path: Path) -> EngineFolder:
     for name, entry in described["files"].items():
         if (path / name).stat().st_size != entry["size"]:
             raise ManifestRefused(
-                f"{path / name} has not the size it was written with: pull it again"
+                f"{path / name} has not the size it was written with: delete {path} and run "
+                "`fabric models pull` again"
             )
     return EngineFolder(path, manifest, manifest.fingerprint(described["weights_sha256"]), facts)
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import UsageError
+from fabric_pipelines.ids import digest
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
 
@@ -114,5 +115,12 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
 def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
     """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
     spec = engine_spec(name)
-    folder = read_folder(models.located(spec.model, cache).parts[spec.part])
+    folder = read_folder(models.part_folder(spec.model, spec.part, cache))
     return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))
+
+
+def engine_identity(name: str) -> str:
+    """Hex digest of what pins this engine's answers (source bytes, converter, runtime version), known before
+    the model is pulled. Raises MissingDependency when the runtime is not installed."""
+    spec = engine_spec(name)
+    return digest({"engine": name, "part": models.part_mark(spec.model, spec.part)})

@@ -62,7 +62,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _load(self) -> None:
-        """Bring the runtime up; ManifestRefused on a contradiction."""
+        """Bring the runtime up; ManifestRefused on a contradiction, RuntimeError when the files are no good."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -82,7 +82,13 @@ class SteppingEngine(ABC):
 
     def open(self) -> None:
         if self._thread is None:
-            self._load()
+            try:
+                self._load()
+            except RuntimeError as fault:
+                raise EngineFailed(
+                    f"{self.name} cannot be loaded ({fault}): delete its folder in the model cache and run "
+                    "`fabric models pull` again"
+                ) from fault
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     def submit(self, lease: Lease) -> None:
@@ -151,6 +157,7 @@ class SteppingEngine(ABC):
         except (RuntimeError, MemoryError) as fault:
             self._failed_steps += 1
             if self._failed_steps >= FAILED_STEPS_MAX:
+                self._pending = [*step.tasks, *self._pending]  # they stay unfinished
                 raise EngineFailed(
                     f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
                 ) from fault

@@ -174,7 +174,8 @@ def test_tasks_that_expired_while_the_broker_was_away_are_dropped_unless_they_ru
     broker.restart(expire=True)
     counts = loop.run()
     assert counts.expired > 0
-    assert len(engine.seen) == len(set(engine.seen)) == 40
+    assert len(set(engine.seen)) == len(broker.computed_rows) == 40
+    assert len(engine.seen) - 40 == counts.late, "only what ran when its lease was lost runs again"
     broker.require_exactly_once()
 
 
@@ -184,7 +185,6 @@ def test_at_the_high_water_mark_the_worker_finishes_what_it_has_and_leases_no_mo
     loop, hand = worker(engine, broker, until_idle=False)
     turn_until(loop, lambda: loop.counts.ok >= 8)
     broker.hold = True
-    hand.now += 10
     turn_until(loop, lambda: not len(loop.supply) and not loop.outbox.tasks)
     asked = len(broker.asked)
     for _ in range(50):
@@ -250,6 +250,7 @@ def test_sigterm_finishes_what_runs_and_hands_back_what_did_not_start() -> None:
     assert counts.nacked > 0
     assert counts.undelivered == 0
     assert not broker.leased
+    assert not broker.session_known, "the session is given up, not left to run out"
     assert len(broker.computed_rows) == counts.ok
     broker.require_exactly_once()
 
@@ -289,6 +290,7 @@ def test_a_failed_engine_delivers_its_results_nacks_the_rest_and_raises() -> Non
     with pytest.raises(EngineFailed, match="device lost"):
         loop.run()
     assert broker.nacks[-1][1] == "engine failed"
+    assert broker.blamed == set(engine.seen) - set(broker.computed_rows), "only what had started"
     assert not broker.leased
     assert len(broker.computed_rows) == loop.counts.ok == 12
     broker.require_exactly_once()

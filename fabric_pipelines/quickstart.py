@@ -1,0 +1,336 @@
+"""`fabric quickstart`: the whole loop once, on this machine, and what came of it on one screen.
+
+Models, then services (only if none run; what it started it stops), then one Dagster run on the persistent
+instance that submits every workload before it waits for any, then the receipt verified once more from
+outside. Running it again submits nothing twice: ids follow from content, so the broker already has all of it.
+
+Sizes: 48 generations of at most 32 tokens, 160 probe statements, 48 verses for hidden states (6 of each of 8
+books), 800 verses for embeddings. They are the defaults of the workloads' requests, so the same run is what
+the UI offers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets import lineage
+from assets.automation import RANGE_END, RANGE_START
+from assets.flow import WAIT_TAG
+from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
+from fabric_pipelines import models, receipts, supervise
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
+from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.definitions import build_defs
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.telemetry import ProgressBoard
+from fabric_pipelines.worker.engines.registry import engine_spec
+from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
+from fabric_pipelines.workloads.corpus import BOOKS
+from fabric_pipelines.workloads.request import EngineChoice, Prepared
+from resources.gpu_worker import GpuWorkerResource
+
+POLL_S = 0.5
+SAMPLES = 10
+RUN_TAGS = {
+    WAIT_TAG: "true",
+    RANGE_START: BOOKS[0],
+    RANGE_END: BOOKS[-1],
+    "fabric/run": "quickstart",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartReport:
+    """What happened. tokens_per_s: of retired tasks, prompt and output together, from the first task's start to
+    the last one's end; padding_waste: share of padding among all tokens that the engines computed on;
+    seconds: wall time without model_pull_seconds."""
+
+    tasks: int
+    retired: int
+    dead: int
+    balance: int
+    tokens_in: int
+    tokens_out: int
+    rows_landed: int
+    vectors: int
+    receipt_id: str
+    receipt_ok: bool
+    recall_at_10: float
+    seconds: float
+    tokens_per_s: float
+    padding_waste: float
+    model_pull_seconds: float
+    verifier_pass_rate: float
+    probe_accuracy: float
+    samples: Sequence[Mapping[str, str]]
+    paths: Mapping[str, str]
+    run_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One screen."""
+        verdict = "verified" if self.receipt_ok else "DOES NOT VERIFY"
+        lines = [
+            f"tasks      {self.retired:,} of {self.tasks:,} retired, {self.dead} dead, balance {self.balance}",
+            f"tokens     {self.tokens_in:,} in, {self.tokens_out:,} out, {self.tokens_per_s:,.0f} a second, "
+            f"padding waste {self.padding_waste:.1%}",
+            f"landed     {self.rows_landed:,} rows; {self.vectors:,} vectors, recall@10 {self.recall_at_10:.3f}",
+            f"quality    verifiers pass {self.verifier_pass_rate:.0%} of the puzzles; "
+            f"the best probe is right on {self.probe_accuracy:.0%} of held-out statements",
+            f"receipt    {self.receipt_id[:16]} {verdict}",
+            f"time       {self.seconds:.0f} s, and {self.model_pull_seconds:.0f} s for models",
+            "",
+            *(f"{name:<10} {place}" for name, place in self.paths.items()),
+            "",
+            "Some of what the model said:",
+            *(f"  {_short(item['prompt'])} -> {_short(item['reply'])}" for item in self.samples),
+            "",
+            "next       fabric up            the Dagster UI with this run in it",
+            "           fabric results generate --out generations.parquet",
+            f"           fabric receipt verify {self.receipt_id[:16]}",
+        ]
+        return "\n".join(lines)
+
+
+def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
+    """Raises a FabricError of what went wrong; on Ctrl-C Interrupted, which says what is kept."""
+    with _environment(settings):
+        pull_s = _pull_models(settings, progress)
+        started_s = time.monotonic()
+        ensure_dagster_home(settings)
+        write_env_file(settings, Path.cwd())
+        prepared = _prepare(settings)
+        try:
+            with (
+                _services(settings, progress),
+                dg.DagsterInstance.from_config(str(settings.dagster_home)) as instance,
+            ):
+                with _watched(settings, prepared, progress):
+                    run_id = _materialise(instance)
+                return _report(settings, instance, prepared, run_id, started_s, pull_s)
+        except KeyboardInterrupt as fault:
+            raise Interrupted(
+                f"stopped; what was submitted and landed is kept in {settings.home}: "
+                "run `fabric quickstart` again and it goes on where it was"
+            ) from fault
+
+
+@contextmanager
+def _environment(settings: Settings) -> Iterator[None]:
+    """Settings as variables while it lasts: resources load theirs from the environment, in this process and in
+    its children, so that a flag given to the command reaches all of them."""
+    before = dict(os.environ)
+    os.environ.update(settings.as_environment())
+    os.environ["DAGSTER_HOME"] = str(settings.dagster_home)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _pull_models(settings: Settings, progress: ProgressBoard) -> float:
+    started_s = time.monotonic()
+    for name in sorted({engine_spec(item.engine).model for item in WORKLOADS.values()}):
+        progress.say(f"model {name}")
+        models.pull(name, settings.models, progress=progress)
+    return time.monotonic() - started_s
+
+
+@contextmanager
+def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
+    """Broker, workers, completion and Postgres: those that run, else started here and stopped at the end."""
+    if any(process.state == "running" for process in supervise.state(settings).processes):
+        progress.say("using the services that run already")
+        yield
+        return
+    progress.say("starting Postgres, broker, completion and three workers")
+    supervise.up(settings, ui=False)
+    try:
+        yield
+    finally:
+        supervise.down(settings)
+
+
+def _prepare(settings: Settings) -> dict[str, Prepared]:
+    """Every submission the run will make, by a name for its bar: ids are pure, so they are known beforehand."""
+    worker = GpuWorkerResource(home=str(settings.home))
+    return {
+        " ".join(filter(None, (workload.name, partition))): _prepared(workload, partition, worker)
+        for workload in WORKLOADS.values()
+        for partition in workload.partitions
+    }
+
+
+def _prepared(workload: Workload, partition: str, worker: GpuWorkerResource) -> Prepared:
+    engine: EngineChoice = worker.engine(workload.engine)
+    return workload.prepare({}, engine, worker.tokeniser(workload.engine), partition)
+
+
+@contextmanager
+def _watched(
+    settings: Settings, prepared: Mapping[str, Prepared], progress: ProgressBoard
+) -> Iterator[None]:
+    """A thread that turns broker state into bars, one a workload, in tokens."""
+    done = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(settings, prepared, progress, done), name="quickstart-progress"
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _watch(
+    settings: Settings,
+    prepared: Mapping[str, Prepared],
+    progress: ProgressBoard,
+    done: threading.Event,
+) -> None:
+    by_bar: dict[str, list[Prepared]] = {}
+    for item in prepared.values():
+        by_bar.setdefault(item.submission.labels["workload"], []).append(item)
+    for bar, items in by_bar.items():
+        progress.add(bar, sum(item.tokens_max for item in items))
+    last = False
+    while not last:
+        last = done.wait(POLL_S)
+        try:
+            with BrokerClient(settings.broker_endpoint, role="producer") as client:
+                for bar, items in by_bar.items():
+                    progress.advance_to(bar, sum(_tokens_done(client, item) for item in items))
+        except FabricError as fault:
+            # The run itself meets the same fault and reports it; a bar that stands still does no harm.
+            progress.say(f"no progress to show: {fault}")
+
+
+def _tokens_done(client: BrokerClient, prepared: Prepared) -> int:
+    state = client.submission(prepared.submission.submission_id)
+    if state is None:
+        return 0
+    return prepared.tokens_max if state.finished else state.retired_tokens + state.output_tokens
+
+
+def _materialise(instance: dg.DagsterInstance) -> str:
+    """All assets and checks in one run; the id of it. A failed step raises its own error."""
+    job = build_defs().resolve_implicit_global_asset_job_def()
+    try:
+        done = job.execute_in_process(
+            instance=instance,
+            tags=RUN_TAGS,
+            run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        )
+    except dg.DagsterExecutionStepExecutionError as fault:
+        if isinstance(fault.__cause__, FabricError):
+            raise fault.__cause__ from fault
+        raise
+    except dg.DagsterAssetCheckFailedError as fault:
+        raise CheckFailed(f"{fault}; the checks tab of the asset has the numbers") from fault
+    return done.run_id
+
+
+def _report(
+    settings: Settings,
+    instance: dg.DagsterInstance,
+    prepared: Mapping[str, Prepared],
+    run_id: str,
+    started_s: float,
+    pull_s: float,
+) -> QuickstartReport:
+    states, status = _broker_facts(settings, prepared)
+    published = [
+        lineage.require_latest(instance, lineage.results_key(name), partition)
+        for name, workload in WORKLOADS.items()
+        for partition in workload.partitions
+    ]
+    issued = lineage.require_latest(instance, RECEIPT_KEY)
+    shard = lineage.require_latest(instance, SHARD_KEY)
+    synthetic = lineage.require_latest(instance, lineage.results_key("synthetic"))
+    probes = lineage.require_latest(instance, dg.AssetKey(["probes", "report"]))
+    verdict = receipts.verify(Database.of(settings), settings.shards_dir, issued["receipt_id"])
+    tokens_in = sum(int(item["tokens_in"]) for item in published)
+    tokens_out = sum(int(item["tokens_out"]) for item in published)
+    span_s = _span_s(published)
+    return QuickstartReport(
+        tasks=sum(state.tasks for state in states),
+        retired=sum(state.retired for state in states),
+        dead=sum(state.dead for state in states),
+        balance=status.total.balance.tasks,
+        tokens_in=tokens_in,
+        tokens_out=tokens_out,
+        rows_landed=sum(int(item["dagster/row_count"]) for item in published),
+        vectors=int(shard["dagster/row_count"]),
+        receipt_id=str(issued["receipt_id"]),
+        receipt_ok=verdict.ok,
+        recall_at_10=float(issued[f"recall_at_{RECALL_AT}"]),
+        seconds=time.monotonic() - started_s,
+        tokens_per_s=(tokens_in + tokens_out) / span_s if span_s else 0.0,
+        padding_waste=_padding_waste(published),
+        model_pull_seconds=pull_s,
+        verifier_pass_rate=float(synthetic["verifier_pass_rate"]),
+        probe_accuracy=float(probes["best_accuracy"]),
+        samples=_samples(settings, synthetic),
+        paths={
+            "results": f"{settings.lake_url} (Parquet)",
+            "tables": "fabric.generate, fabric.embed, fabric.hidden_states (`fabric db url`)",
+            "shard": str(shard["dagster/uri"]),
+            "dagster": str(settings.dagster_home),
+        },
+        run_id=run_id,
+    )
+
+
+def _broker_facts(
+    settings: Settings, prepared: Mapping[str, Prepared]
+) -> tuple[list[SubmissionState], BrokerStatus]:
+    with BrokerClient(settings.broker_endpoint, role="producer") as client:
+        states = [client.submission(item.submission.submission_id) for item in prepared.values()]
+        return [state for state in states if state is not None], client.status()
+
+
+def _span_s(published: Sequence[Mapping[str, Any]]) -> float:
+    """From the start of the first task of all workloads to the end of the last."""
+    first = min(int(item["first_start_us"]) for item in published)
+    last = max(int(item["last_end_us"]) for item in published)
+    return (last - first) / 1e6
+
+
+def _samples(settings: Settings, synthetic: Mapping[str, Any]) -> list[dict[str, str]]:
+    table = Lake.of(settings).read_table(str(synthetic["dagster/uri"]))
+    columns = ["generator", "prompt", "reply", "answer", "passed"]
+    return [
+        {name: str(value) for name, value in record.items()}
+        for record in table.select(columns).slice(0, SAMPLES).to_pylist()
+    ]
+
+
+def _short(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _padding_waste(published: Sequence[Mapping[str, Any]]) -> float:
+    """Over all results, from each one's padding share and its prompt tokens."""
+    tokens = sum(float(item["tokens_in"]) for item in published)
+    padded = sum(
+        float(item["tokens_in"]) / (1 - float(item["padding_ratio"])) for item in published
+    )
+    return 1 - tokens / padded if padded else 0.0

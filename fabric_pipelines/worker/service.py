@@ -1,0 +1,142 @@
+"""The worker process around the loop: order of start, signals, exit code.
+
+Nothing is leased before every fail-closed rule has said yes, in this order: the manifest is whole (read from
+files, no device touched), the device is of the engine's kind, the device is free, the opened engine agrees with
+its manifest. A failed engine ends the process; whoever supervises it starts the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.clock import SYSTEM_CLOCK
+from fabric_pipelines.errors import ManifestRefused
+from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
+from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.engines.registry import construct_engine
+from fabric_pipelines.worker.loop import Pace, WorkerLoop
+from fabric_pipelines.worker.pulse import Pulse
+
+LOG = logging.getLogger("fabric.worker")
+
+
+def require_manifest(engine: Engine, device: str) -> None:
+    """ManifestRefused unless the nine fields are whole and fit the engine's profile and the device."""
+    EngineManifest.from_json(engine.manifest.as_json())
+    faults: dict[str, str] = {}
+    for name in ("max_batch_size", "max_num_tokens"):
+        built, declared = getattr(engine.manifest, name), getattr(engine.profile, name)
+        if declared > built:
+            faults[name] = f"is {built}, below the profile's {declared}"
+    if engine.manifest.world_size != 1:
+        faults["world_size"] = f"is {engine.manifest.world_size}, but one device runs one engine"
+    kind = device_kind(device)
+    if engine.capabilities.device != kind:
+        faults["device"] = f"must be {engine.capabilities.device}, not {device}"
+    if faults:
+        raise ManifestRefused(
+            f"engine {engine.name} refused: " + "; ".join(f"{k} {v}" for k, v in faults.items()),
+            tuple(faults),
+        )
+
+
+def run_engine(
+    name: str, settings: Settings, *, device: str, until_idle: bool = False
+) -> dict[str, Any]:
+    """The registry's engine `name` as a worker; the exit line's counters."""
+    if device_kind(device) == "cuda":
+        # Before any CUDA library loads: the process then sees one card, as its device 0.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.partition(":")[2])
+    engine = construct_engine(name, cache=settings.models, threads=settings.threads)
+    return run_worker(engine, settings, device=device, until_idle=until_idle)
+
+
+def run_worker(
+    engine: Engine, settings: Settings, *, device: str, until_idle: bool = False
+) -> dict[str, Any]:
+    """Run until SIGTERM or SIGINT (or until nothing is ready); returns the counters of the exit line."""
+    require_manifest(engine, device)
+    with (
+        DeviceLock(device, engine.name, settings.runtime_dir),
+        _opened(engine),
+        BrokerClient(settings.broker_endpoint, role="consumer") as client,
+    ):
+        stop = threading.Event()
+        heartbeat_s = min(5.0, settings.lease_ms / 3000)
+        loop = WorkerLoop(
+            engine,
+            client,
+            device=device,
+            wait=stop.wait,
+            pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
+        )
+        pulse = Pulse(
+            lambda: BrokerClient(settings.broker_endpoint, role="consumer", session=client.session),
+            last_turn_s=lambda: loop.last_step_s,
+            now_s=SYSTEM_CLOCK.monotonic_s,
+            heartbeat_s=heartbeat_s,
+        )
+        with _signals(loop.request_stop, stop), pulse:
+            LOG.info("engine %s (%s) runs on %s", engine.name, engine.fingerprint[:12], device)
+            loop.run()
+        return loop.report()
+
+
+@contextmanager
+def _opened(engine: Engine) -> Iterator[None]:
+    before = engine.fingerprint
+    engine.open()
+    try:
+        if engine.fingerprint != before:
+            raise ManifestRefused(
+                f"engine {engine.name} changed its fingerprint when it was opened: "
+                "the weights on disk are not those of the manifest",
+                ("fingerprint",),
+            )
+        yield
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _signals(request_stop: Callable[[], None], wake: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT drain; a second one ends the process as usual (leases then run out)."""
+    previous: dict[int, Any] = {}
+
+    def drain(number: int, frame: FrameType | None) -> None:
+        request_stop()
+        wake.set()
+        signal.signal(number, previous[number] or signal.SIG_DFL)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        previous[name] = signal.signal(name, drain)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+
+
+def print_report(report: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(report, sort_keys=True) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,38 @@
+"""The broker, as a producer sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
+from pydantic import Field
+
+from fabric_pipelines.workloads.request import Prepared
+from resources.fabric import FabricResource
+
+
+class BrokerResource(FabricResource):
+    """A client a call: made in the process that uses it, never before a fork."""
+
+    timeout_s: float = Field(default=10.0, description="longest wait for one answer")
+
+    @contextmanager
+    def client(self) -> Iterator[BrokerClient]:
+        endpoint = self.settings().broker_endpoint
+        with BrokerClient(endpoint, role="producer", timeout_s=self.timeout_s) as client:
+            yield client
+
+    def submit(self, prepared: Prepared) -> SubmissionState:
+        """Durable on return; submitting again changes nothing."""
+        with self.client() as client:
+            return client.submit(prepared.submission, prepared.batches())
+
+    def submission(self, submission_id: str) -> SubmissionState | None:
+        with self.client() as client:
+            return client.submission(submission_id)
+
+    def status(self) -> BrokerStatus:
+        with self.client() as client:
+            return client.status()

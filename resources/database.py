@@ -1,0 +1,12 @@
+"""Postgres: the one that settings name, or the embedded one."""
+
+from __future__ import annotations
+
+from fabric_pipelines.dataplane.database import Database
+from resources.fabric import FabricResource
+
+
+class DatabaseResource(FabricResource):
+    def of(self) -> Database:
+        """A database by URL; it opens a connection for each piece of work and holds none."""
+        return Database.of(self.settings())

@@ -1,0 +1,19 @@
+"""Vector shards of this fabric: where they lie, and how one is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.shards import Shard, open_shard
+from resources.fabric import FabricResource
+
+
+class ShardsResource(FabricResource):
+    @property
+    def root(self) -> Path:
+        return self.settings().shards_dir
+
+    def open(self, database: Database, name: str, generation: int | None = None) -> Shard:
+        """A reader of one generation; use it as a context manager."""
+        return open_shard(database, self.root, name, generation)

@@ -1,0 +1,268 @@
+"""The command without services: JSON shapes, exit codes, one sentence an error, and how fast help is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+from fabric_pipelines import cli
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    CorruptionFound,
+    DigestMismatch,
+    FabricError,
+    Interrupted,
+    MissingDependency,
+    StorageFailed,
+    VersionRefused,
+)
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.supervise import doctor, reset
+
+OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FABRIC_MODELS", str(tmp_path / "models"))
+    return tmp_path / "home"
+
+
+def fabric(*arguments: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), input=text)
+
+
+def answer_of(done: Result) -> dict[str, Any]:
+    """The one JSON object on stdout."""
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.output
+    answer = json.loads(lines[0])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def sentence_of(done: Result) -> str:
+    """The one sentence on stderr; nothing on stdout, no traceback."""
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def commands() -> dict[str, Any]:
+    """Every command by its full name, for example "broker verify"."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        for name, child in getattr(node, "commands", {}).items():
+            walk(child, (*path, name))
+        if not hasattr(node, "commands"):
+            found[" ".join(path)] = node
+
+    walk(get_command(cli.app), ())
+    return found
+
+
+def test_config_show_names_value_and_origin_of_every_setting(home: Path) -> None:
+    answer = answer_of(fabric("--set", "lease_ms=1234", "config", "show", "--json"))
+    rows = {row["name"]: row for row in answer["settings"]}
+    assert (rows["lease_ms"]["value"], rows["lease_ms"]["origin"]) == ("1234", "flag")
+    assert (rows["home"]["value"], rows["home"]["origin"]) == (str(home), "environment")
+    assert rows["tenant"]["origin"] == "default"
+
+
+def test_a_flag_beats_the_environment(home: Path, tmp_path: Path) -> None:
+    answer = answer_of(fabric("--home", str(tmp_path / "other"), "config", "show", "--json"))
+    assert answer["home"] == str(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--set", "leese_ms=1", "config", "show"], 2, r"no settings \['leese_ms'\]"),
+        (["--set", "lease_ms", "config", "show"], 2, "NAME=VALUE"),
+        (["--set", "lease_ms=soon", "config", "show"], 2, "whole number"),
+        (["broker", "status", "--json"], 1, r"broker\.sock"),
+        (["broker", "verify", "--json"], 1, r"broker\.sock"),
+        (["db", "status", "--json"], 1, "database|Postgres"),
+        (["models", "pull", "nothing"], 2, "nothing"),
+        (["submit", "none.txt", "--function", "f", "--engine", "e"], 2, "No such file"),
+    ],
+)
+def test_an_error_is_one_sentence_and_the_exit_code_of_its_class(
+    home: Path, arguments: list[str], code: int, sentence: str
+) -> None:
+    done = fabric(*arguments)
+    assert done.exit_code == code, done.output
+    assert re.search(sentence, sentence_of(done))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (
+            AlreadyRunning(
+                "a supervisor already runs on this home (pid 7): `fabric down` stops it"
+            ),
+            4,
+        ),
+        (VersionRefused("the server is Postgres 14; the fabric needs 15 or newer"), 4),
+        (DigestMismatch("model.gguf is not the file that was pinned: pull it again"), 4),
+        (MissingDependency("tokenizers", "embedded", "tokenising text"), 1),
+        (CorruptionFound("journal segment 000003.log is damaged at lsn 17"), 1),
+        (StorageFailed("the disk of the journal is full: free some space"), 1),
+        (FabricError("no port from 3000 to 3019 is free: set FABRIC_UI_PORT"), 1),
+        (Interrupted("nothing was deleted"), 130),
+        (OSError(30, "Read-only file system", "settings"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_what_an_owner_raises_comes_out_unchanged(
+    home: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, code: int
+) -> None:
+    def fail(ctx: typer.Context) -> Settings:
+        raise fault
+
+    monkeypatch.setattr(cli, "_settings", fail)
+    done = fabric("config", "show", "--json")
+    assert done.exit_code == code
+    said = sentence_of(done)
+    if isinstance(fault, FabricError):
+        assert said == str(fault)
+    elif isinstance(fault, OSError):
+        assert said == "settings: Read-only file system"
+    else:
+        assert "run the same command again" in said
+
+
+def test_with_fabric_debug_the_trace_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FABRIC_DEBUG", "1")
+    done = fabric("--set", "lease_ms=soon", "config", "show")
+    assert isinstance(done.exception, FabricError)
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    assert fabric("no-such-command").exit_code == 2
+    assert fabric("results").exit_code == 2
+
+
+def test_every_reading_command_takes_json() -> None:
+    writing = {"down", "worker run"}
+    missing = [
+        name
+        for name, command in commands().items()
+        if name not in writing
+        and not any("--json" in getattr(item, "opts", ()) for item in command.params)
+    ]
+    assert missing == []
+
+
+def test_every_command_and_exit_code_is_in_the_operations_page() -> None:
+    page = OPERATIONS.read_text()
+    absent = [name for name in commands() if f"`fabric {name}" not in page]
+    assert absent == []
+    assert [code for code in (0, 1, 2, 3, 4, 5, 130) if f"| {code} |" not in page] == []
+
+
+def test_the_settings_table_of_the_operations_page_is_the_settings() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(FABRIC_\w+)` \| (.*?) \| (.*?) \|$", OPERATIONS.read_text(), re.M
+    )
+    wanted = [
+        (
+            row["name"],
+            f"FABRIC_{row['name'].upper()}",
+            f"`{row['value']}`" if row["value"] else "",
+            row["doc"],
+        )
+        for row in Settings().described()
+    ]
+    assert rows == wanted
+
+
+def test_doctor_tells_each_check_and_a_remedy_for_each_fault(home: Path) -> None:
+    done = fabric("doctor", "--json")
+    answer = json.loads(done.stdout)
+    checks = {item["check"] for item in answer["findings"]}
+    assert {"python", "home", "disk", "packages", "postgres", "port"} <= checks
+    assert all(item["fix"] for item in answer["findings"] if item["status"] != "ok")
+    assert done.exit_code == (0 if answer["ok"] else 3)
+
+
+def test_doctor_fails_for_a_python_out_of_range_and_warns_for_models_not_pulled(
+    home: Path, tmp_path: Path
+) -> None:
+    assert doctor.check_python((3, 10)).status == "fail"
+    assert doctor.check_python((3, 12)).status == "ok"
+    found = list(doctor.check_models(tmp_path / "empty"))
+    assert {item.status for item in found} == {"warn"}
+    assert all("fabric models pull" in item.fix for item in found)
+
+
+def test_models_list_knows_the_catalogue_and_counts_what_is_there(home: Path) -> None:
+    answer = answer_of(fabric("models", "list", "--json"))
+    rows = {row["name"]: row for row in answer["models"]}
+    assert rows["smollm2-135m-instruct"]["parts"] == 0
+    assert rows["smollm2-135m-instruct"]["licence"] == "Apache-2.0"
+
+
+def test_db_url_is_the_embedded_socket_unless_a_server_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fabric("db", "url").stdout.startswith("postgresql://")
+    monkeypatch.setenv("FABRIC_PG_URL", "postgresql://u:p@h/d")
+    assert answer_of(fabric("db", "url", "--json")) == {"url": "postgresql://u:p@h/d"}
+
+
+def test_reset_removes_what_the_fabric_made_and_nothing_else(
+    home: Path, home_settings: Settings
+) -> None:
+    for name in ("journal", "lake", "mine"):
+        (home / name).mkdir(parents=True)
+        (home / name / "file").write_bytes(b"x" * 1000)
+    found = reset.contents(Settings(home=home))
+    assert (found.size, found.foreign) == (2000, ("mine",))
+    reset.remove(found)
+    assert [path.name for path in home.iterdir()] == ["mine"]
+
+
+def test_reset_asks_and_a_no_keeps_everything(home: Path) -> None:
+    (home / "journal").mkdir(parents=True)
+    (home / "journal" / "segment").write_bytes(b"x" * 3000)
+    done = fabric("reset", text="n\n")
+    assert done.exit_code == 130
+    assert "2.9 KiB" in done.stderr
+    assert (home / "journal" / "segment").exists()
+
+
+def test_help_is_instant_and_loads_no_heavy_package() -> None:
+    program = (
+        "import sys, time\n"
+        "from fabric_pipelines import cli\n"
+        "try: cli.app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'dagster', 'pyarrow', 'numpy', 'psycopg', 'polars'} & set(sys.modules)\n"
+        "print(time.process_time(), sorted(heavy), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    seconds, heavy = done.stderr.strip().split(" ", 1)
+    assert heavy == "[]"
+    assert float(seconds) < 1.0

@@ -1,0 +1,44 @@
+"""Figures are small SVG texts that say what they were given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fabric_pipelines.workloads import figures
+
+SIZE_MAX = 40_000  # an event's metadata is one JSON row
+
+
+def test_every_figure_is_one_small_svg() -> None:
+    lengths = np.arange(3, 40, dtype=np.int64)
+    drawn = [
+        figures.padding_by_lane(lengths, (lengths + 7) // 8 * 8),
+        figures.pass_rates({"all": 0.5, "gcd": 1.0}),
+        figures.norms_by_layer([8, 16], [1.0, 2.0]),
+        figures.similarity_histogram(np.linspace(0, 1, 50), np.array([0.9])),
+        figures.health_map(np.array([[1.0, np.nan], [2.0, np.nan]]), ["0", "1"], ["a", "b"]),
+        figures.probe_accuracy(
+            {
+                name: [0.5, 0.7]
+                for name in (
+                    "layer",
+                    "low",
+                    "high",
+                    "accuracy",
+                    "control",
+                    "bag_of_words",
+                    "majority",
+                )
+            }
+        ),
+    ]
+    for svg in drawn:
+        assert svg.startswith("<svg")
+        assert svg.rstrip().endswith("</svg>")
+        assert len(svg) < SIZE_MAX
+    assert "lane (aligned length)" in drawn[0]
+
+
+def test_the_same_numbers_draw_the_same_bytes() -> None:
+    rates = {"all": 0.25, "gcd": 0.5}
+    assert figures.pass_rates(rates) == figures.pass_rates(rates)
