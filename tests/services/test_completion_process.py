@@ -18,6 +18,7 @@ import pytest
 from fabric_pipelines.broker.client import BrokerClient, SubmissionState
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place
 from fabric_pipelines.records.completion import completion_batch
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission, fingerprint_of
@@ -198,6 +199,34 @@ def test_completion_goes_on_after_the_broker_was_killed_and_started_again(
     machine.compute()
     _require_every_task_once(machine, database, submission)
     assert completion.poll() is None
+
+
+def test_completion_outlives_its_database_and_lands_what_it_held(
+    machine: Machine, open_folder: Path
+) -> None:
+    folder = open_folder / "own"
+    folder.mkdir()
+    server = EmbeddedPostgres(
+        Place(folder, folder / "postgres", folder / "run"),
+        options={"shared_buffers": "32MB"},
+        durable_initdb=False,
+    )
+    database = Database(server.start())
+    machine.environment["FABRIC_PG_URL"] = database.url
+    machine.start("broker")
+    completion = machine.start("completion")
+    submission = machine.submit()
+    machine.compute(at_most=100)
+    eventually(lambda: results.counts(database)["generate"], within_s=20, what="rows have landed")
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    machine.compute()  # the broker takes completions while the database is away
+    server.start()
+    _require_every_task_once(machine, database, submission)
+    assert completion.poll() is None
+    machine.close()
+    server.stop()
 
 
 def test_a_broker_with_another_journal_ends_completion_with_the_refusal(
