@@ -18,6 +18,7 @@ from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.completion.receive import Receiver
 from fabric_pipelines.completion.text import Decoder
 from fabric_pipelines.dataplane.database import Database, database_url
+from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError
 from fabric_pipelines.settings import Settings
@@ -37,7 +38,7 @@ def receiver_of(settings: Settings) -> Receiver:
 
     return Receiver(
         open_source=lambda: BrokerClient(settings.broker_endpoint, role="completion"),
-        target=Writer(database, decode=Decoder(settings.models)),
+        target=Writer(database, decode=Decoder(settings.models), lake=Lake.of(settings)),
         register=register,
         say=_say,
     )

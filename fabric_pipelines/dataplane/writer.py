@@ -27,6 +27,7 @@ from fabric_pipelines.dataplane.database import (
     translated,
 )
 from fabric_pipelines.dataplane.encode import Column, encode_copy
+from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.dataplane.sinks import (
     DEAD_LETTERS,
     Decode,
@@ -37,6 +38,7 @@ from fabric_pipelines.dataplane.sinks import (
     foresee,
     sink_of,
 )
+from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.errors import DatabaseUnavailable, IncarnationMismatch, SchemaError
 from fabric_pipelines.records.arrow import require_schema, to_ipc
@@ -75,9 +77,13 @@ class CommitInDoubt(DatabaseUnavailable):
 class Writer:
     """Lands batches over one connection, which it opens when needed and drops after a fault."""
 
-    def __init__(self, database: Database, *, decode: Decode | None = None) -> None:
+    def __init__(
+        self, database: Database, *, decode: Decode | None = None, lake: Lake | None = None
+    ) -> None:
+        """decode: makes text of tokens. lake: takes vectors that no column holds; without one they die."""
         self._database = database
         self._decode = decode
+        self._lake = lake
         self._connection: Connection | None = None
         self._identity: Identity | None = None
         self._doubt: CommitInDoubt | None = None
@@ -89,6 +95,8 @@ class Writer:
             settled = self._settle(connection, batch, identity)
             if settled is not None:
                 return settled
+            if self._lake is not None and identity.vector_type == "halfvec":
+                batch = spill(batch, self._lake, self._database)
             return land(connection, batch, identity=identity, decode=self._decode)
         except CommitInDoubt as fault:
             self._doubt = fault

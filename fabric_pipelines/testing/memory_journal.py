@@ -84,6 +84,9 @@ class MemoryJournal:
             raise UsageError(f"LSN {lsn} is not in the journal")
         return self._durable[lsn - 1]
 
+    def view(self, lsn: int) -> tuple[Frame, bool]:
+        return self.read(lsn), False
+
     def close(self) -> None:
         self._stopped = True
 
