@@ -13,7 +13,6 @@ from typing import Any
 
 import dagster as dg
 import pyarrow as pa
-from fabric_pipelines.broker.replies import SubmissionState
 
 from assets.lineage import (
     SubmissionRef,
@@ -22,6 +21,7 @@ from assets.lineage import (
     submission_key,
 )
 from assets.metadata import Metadata, Published, of_results, of_submission
+from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.workloads.catalogue import Workload
 from fabric_pipelines.workloads.request import WHOLE, Prepared

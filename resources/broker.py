@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fabric_pipelines.broker.client import BrokerClient
-from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from pydantic import Field
 
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.workloads.request import Prepared
 from resources.fabric import FabricResource
 

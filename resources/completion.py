@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pyarrow as pa
-from fabric_pipelines.broker.replies import SubmissionState
 from pydantic import Field
 
+from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.dataplane import results
 from resources.broker import BrokerResource
 from resources.database import DatabaseResource
