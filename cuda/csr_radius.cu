@@ -42,7 +42,7 @@ __device__ __forceinline__ void radius(const float* __restrict__ rows,
       const bool active = row < end;
       const double w = active ? __ldg(weight + row) : 0.0;
       double even = 0.0, odd = 0.0;
-      if (w != 0.0) {
+      if (active) {  // not "w != 0": the loads of the row must not wait for the weight
         if (row >= indptr[cluster + 1]) cluster = owner_of(indptr, clusters, cluster + 1, row);
         const float* x = rows + row * dim;
         const double* mean = centroid + cluster * dim;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void radius(const float* __restrict__ rows,
         }
       }
       const double total = group_sum<LANES>(even + odd);
-      if (lane == 0 && active) radius2[row] = total;
+      if (lane == 0 && active) radius2[row] = w != 0.0 ? total : 0.0;
     }
   }
 }
@@ -77,8 +77,12 @@ __device__ __forceinline__ void radius(const float* __restrict__ rows,
   }
 
 CSR_RADIUS(csr_radius_wide_1, 1, true)
+CSR_RADIUS(csr_radius_wide_2, 2, true)
+CSR_RADIUS(csr_radius_wide_4, 4, true)
 CSR_RADIUS(csr_radius_wide_8, 8, true)
 CSR_RADIUS(csr_radius_wide_32, 32, true)
 CSR_RADIUS(csr_radius_any_1, 1, false)
+CSR_RADIUS(csr_radius_any_2, 2, false)
+CSR_RADIUS(csr_radius_any_4, 4, false)
 CSR_RADIUS(csr_radius_any_8, 8, false)
 CSR_RADIUS(csr_radius_any_32, 32, false)

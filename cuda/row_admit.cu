@@ -113,8 +113,12 @@ __device__ __forceinline__ void admit(const uint32_t* __restrict__ rows, int64_t
   }
 
 ROW_ADMIT(row_admit_wide_1, 1, true)
+ROW_ADMIT(row_admit_wide_2, 2, true)
+ROW_ADMIT(row_admit_wide_4, 4, true)
 ROW_ADMIT(row_admit_wide_8, 8, true)
 ROW_ADMIT(row_admit_wide_32, 32, true)
 ROW_ADMIT(row_admit_any_1, 1, false)
+ROW_ADMIT(row_admit_any_2, 2, false)
+ROW_ADMIT(row_admit_any_4, 4, false)
 ROW_ADMIT(row_admit_any_8, 8, false)
 ROW_ADMIT(row_admit_any_32, 32, false)

@@ -580,8 +580,9 @@ def worker_run(
     until_idle: Annotated[bool, typer.Option(help="End once nothing is ready.")] = False,
 ) -> None:
     """Run one engine on one device until SIGTERM; prints its counters as JSON at the end."""
-    from fabric_pipelines.worker.service import run_engine
+    from fabric_pipelines.worker.service import log_to_stderr, run_engine
 
+    log_to_stderr()
     report = run_engine(engine, _settings(ctx), device=device, until_idle=until_idle)
     _emit(report, True)
     _require(not report["undelivered"], f"{report['undelivered']} results could not be delivered")

@@ -1,6 +1,6 @@
 // Lanes share a row; they never own a dimension, so no dimension is too large and none is too small.
 //
-// A group of LANES neighbouring lanes of one warp (1, 8 or 32) reads one row in steps of LANES loads. Eight
+// A group of LANES neighbouring lanes of one warp (1, 2, 4, 8 or 32) reads one row in steps of LANES loads. Eight
 // lanes of 16 bytes fill a 128-byte line, and four rows a warp cost 3 shuffle steps where one row a warp
 // costs 5: at d = 128 the shuffles of a whole warp a row would alone take as long as the memory floor.
 #pragma once

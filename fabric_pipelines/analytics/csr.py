@@ -8,7 +8,7 @@ itself, because the caller's row order is what ids mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,9 @@ class Csr:
         """Cluster of each row."""
         return np.repeat(np.arange(self.clusters, dtype=np.int64), self.sizes)
 
-    def blocks(self, width: int | None = None) -> Iterator[slice]:
-        """Row ranges of about BLOCK_VALUES / width rows (default width: dim). They ignore cluster borders."""
-        step = max(1, BLOCK_VALUES // (width or self.dim))
+    def blocks(self, width: int | None = None, values: int | None = None) -> Iterator[slice]:
+        """Row ranges of `values` / width rows (default BLOCK_VALUES / dim). They ignore cluster borders."""
+        step = max(1, (values or BLOCK_VALUES) // (width or self.dim))
         for start in range(0, len(self.rows), step):
             yield slice(start, min(start + step, len(self.rows)))
 
@@ -141,18 +141,22 @@ def segment_row_sums(block: F64, indptr: I64) -> F64:
     return out
 
 
-def segment_quantile(values: F64, kept: Bool, indptr: I64, owner: I64, share: float) -> F64:
-    """Quantile of the kept values of each segment by linear interpolation (numpy's default, Hyndman-Fan
-    type 7); NaN where a segment keeps none."""
+def segment_quantiles(
+    values: F64, kept: Bool, owner: I64, clusters: int, shares: Sequence[float]
+) -> list[F64]:
+    """Quantiles of the kept values of each segment by linear interpolation (numpy's default, Hyndman-Fan
+    type 7), one array a share from one sort; NaN where a segment keeps none."""
     values, owner = values[kept], owner[kept]
     ordered = values[np.lexsort((values, owner))]
-    counts = np.bincount(owner, minlength=len(indptr) - 1).astype(np.int64)
-    first = np.cumsum(counts) - counts
-    out = np.full(len(counts), np.nan)
+    counts = np.bincount(owner, minlength=clusters).astype(np.int64)
     filled = counts > 0
-    place = share * (counts[filled] - 1)
-    low = np.floor(place).astype(np.int64)
-    high = np.minimum(low + 1, counts[filled] - 1)
-    below, above = ordered[first[filled] + low], ordered[first[filled] + high]
-    out[filled] = below + (above - below) * (place - low)
+    first, last = (np.cumsum(counts) - counts)[filled], counts[filled] - 1
+    out = []
+    for share in shares:
+        quantile = np.full(clusters, np.nan)
+        place = share * last
+        low = np.floor(place).astype(np.int64)
+        below, above = ordered[first + low], ordered[first + np.minimum(low + 1, last)]
+        quantile[filled] = below + (above - below) * (place - low)
+        out.append(quantile)
     return out

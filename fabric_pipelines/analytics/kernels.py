@@ -20,9 +20,11 @@ WARP = 32
 
 
 def lanes_for(dim: int) -> int:
-    """Lanes that share a row: enough to fill a 128-byte line, and the whole warp when rows are long."""
-    if dim <= 16:
-        return 1
+    """Lanes that share a row: four loads of 16 bytes a lane, up to the 8 lanes that fill a 128-byte line;
+    the whole warp when rows are long."""
+    for lanes in (1, 2, 4):
+        if dim <= 16 * lanes:
+            return lanes
     return 8 if dim <= 1024 else WARP
 
 

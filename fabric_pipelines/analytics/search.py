@@ -51,7 +51,7 @@ class Ranked:
 
 def exact_topk(xq: Floats, xb: Floats, ids: Ids, k: int, *, metric: Metric) -> Ranked:
     """The k nearest rows of xb [n, d] for each row of xq [q, d]; `ids` [n] names the rows and breaks ties."""
-    scan = FlatScan(xq, k, metric=metric)
+    scan = FlatScan(Queries(xq, metric), k)
     scan.add(xb, ids)
     return scan.ranked()
 
@@ -59,19 +59,14 @@ def exact_topk(xq: Floats, xb: Floats, ids: Ids, k: int, *, metric: Metric) -> R
 def pair_distance(xq: Floats, xb: Floats, metric: Metric) -> Float64s:
     """The distance of row i of xq to row i of xb, in float64 and in numpy's one order of summation."""
     q, x = np.asarray(xq, np.float64), np.asarray(xb, np.float64)
-    distances: Float64s
-    if metric == "l2":
-        distances = np.square(q - x).sum(axis=1)
-    else:
-        distances = 1.0 - (q * x).sum(axis=1) / (_norms(q) * _norms(x))
-    return distances
+    return _pairs(q, x, _norms(q) * _norms(x), metric)
 
 
 def scorable(rows: Floats, metric: Metric) -> npt.NDArray[np.bool_]:
     """Which rows have a distance to anything: finite, and under cosine not shorter than MIN_NORM."""
     with np.errstate(over="ignore", invalid="ignore"):
-        norms = _norms(rows)
-    return np.isfinite(norms) & ((norms >= MIN_NORM) | (metric == "l2"))
+        norms = _norms(np.asarray(rows, np.float64))
+    return _have_distance(norms, metric)
 
 
 def recall_at_k(found_ids: Ids, true_ids: Ids) -> float:
@@ -86,40 +81,63 @@ def recall_at_k(found_ids: Ids, true_ids: Ids) -> float:
     return hits / wanted if wanted else 1.0
 
 
+class Queries:
+    """Queries [q, d] made ready once, for any number of scans: checked, in float64, and in the float32 form
+    that is multiplied (directions under cosine; under l2 relative to `centre`, which moves no distance but keeps
+    a common offset from eating the digits)."""
+
+    def __init__(self, xq: Floats, metric: Metric) -> None:
+        if metric not in METRICS:
+            raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
+        self.metric = metric
+        self.wide = np.ascontiguousarray(np.atleast_2d(xq), dtype=np.float64)
+        if self.wide.ndim != 2:
+            raise UsageError(f"queries have {self.wide.ndim} axes; they must be rows [q, d]")
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.norms = _norms(self.wide)
+        self.open = np.flatnonzero(_have_distance(self.norms, metric))
+        kept = self.wide[self.open]
+        self.centre = kept.mean(axis=0) if len(kept) else np.zeros(self.wide.shape[1])
+        self._side = _Side.of(self.wide, self.norms, self.centre, metric)
+
+    @property
+    def dim(self) -> int:
+        return int(self.wide.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.wide)
+
+    def side(self, asked: Ids) -> _Side:
+        return self._side if len(asked) == len(self) else self._side.at(asked)
+
+
 class FlatScan:
     """A running top-k over blocks of rows: `add` each block once, in any order, then read `ranked`."""
 
-    def __init__(self, xq: Floats, k: int, *, metric: Metric) -> None:
-        if metric not in METRICS:
-            raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
+    def __init__(self, queries: Queries, k: int) -> None:
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
-        self._xq = np.ascontiguousarray(np.atleast_2d(xq), dtype=np.float64)
-        if self._xq.ndim != 2:
-            raise UsageError(f"queries have {self._xq.ndim} axes; they must be rows [q, d]")
-        self._k, self._metric = k, metric
-        self._open = np.flatnonzero(scorable(self._xq, metric))
-        self._best_d = np.full((len(self._xq), k), np.inf)
-        self._best_i = np.full((len(self._xq), k), _NO_CANDIDATE, np.int64)
+        self._queries, self._k = queries, k
+        self._best_d = np.full((len(queries), k), np.inf)
+        self._best_i = np.full((len(queries), k), _NO_CANDIDATE, np.int64)
 
     def add(self, xb: Floats, ids: Ids, *, queries: npt.NDArray[np.int64] | None = None) -> None:
         """Offer the rows of xb to every query, or only to the query numbers in `queries`."""
-        if xb.ndim != 2 or xb.shape[1] != self._xq.shape[1]:
+        if xb.ndim != 2 or xb.shape[1] != self._queries.dim:
             raise UsageError(
-                f"rows of shape {xb.shape} do not fit queries of dimension {self._xq.shape[1]}"
+                f"rows of shape {xb.shape} do not fit queries of dimension {self._queries.dim}"
             )
-        asked = self._open if queries is None else np.intersect1d(queries, self._open)
+        asked = self._queries.open
+        if queries is not None:
+            asked = np.intersect1d(queries, asked)
         rows_step = min(max(1, len(xb)), 8192)
         query_step = max(1, TILE_PAIRS // rows_step)
         for start in range(0, len(xb), rows_step):
-            rows, names = xb[start : start + rows_step], ids[start : start + rows_step]
-            good = scorable(rows, self._metric)
-            if not good.all():
-                rows, names = rows[good], names[good]
-            if len(rows):
-                tile = np.ascontiguousarray(rows, dtype=np.float64)
+            part = slice(start, start + rows_step)
+            tile = _Tile.of(xb[part], ids[part], self._queries)
+            if len(tile.names):
                 for first in range(0, len(asked), query_step):
-                    self._offer(asked[first : first + query_step], tile, names)
+                    self._offer(asked[first : first + query_step], tile)
 
     def ranked(self) -> Ranked:
         hit = self._best_i != _NO_CANDIDATE
@@ -129,26 +147,28 @@ class FlatScan:
             hit.sum(axis=1).astype(np.int64),
         )
 
-    def _offer(self, asked: npt.NDArray[np.int64], rows: Float64s, names: Ids) -> None:
-        scores, margin = _bounded_scores(self._xq[asked], rows, self._metric)
+    def _offer(self, asked: Ids, tile: _Tile) -> None:
+        queries, metric = self._queries, self._queries.metric
+        scores, margin = _bounded_scores(queries.side(asked), tile.side, metric)
         limit = self._best_d[asked, -1]
-        if len(rows) >= self._k:
-            upper = scores + margin
-            kth = np.partition(upper, self._k - 1, axis=1)[:, self._k - 1]
-            limit = np.minimum(limit, kth)
-        which, row = np.nonzero(scores - margin <= limit[:, None])
-        step = max(1, RESCORE_FLOATS // rows.shape[1])
+        if len(tile.names) >= self._k:
+            limit = np.minimum(limit, _kth_upper(scores, margin, self._k))
+        # Rounded up to the scores' own type: a float64 comparison would widen the whole tile.
+        bound = np.nextafter(limit.astype(scores.dtype), scores.dtype.type(np.inf))[:, None]
+        which, row = np.nonzero(
+            scores <= bound + margin if margin.ndim == 0 else scores - margin <= bound
+        )
         distances = np.empty(len(which))
+        step = max(1, RESCORE_FLOATS // queries.dim)
         for first in range(0, len(which), step):
             part = slice(first, first + step)
-            distances[part] = pair_distance(
-                self._xq[asked[which[part]]], rows[row[part]], self._metric
+            q, x = asked[which[part]], row[part]
+            distances[part] = _pairs(
+                queries.wide[q], tile.wide[x], queries.norms[q] * tile.norms[x], metric
             )
-        self._merge(asked, which, distances, names[row])
+        self._merge(asked, which, distances, tile.names[row])
 
-    def _merge(
-        self, asked: npt.NDArray[np.int64], which: Ids, distances: Float64s, names: Ids
-    ) -> None:
+    def _merge(self, asked: Ids, which: Ids, distances: Float64s, names: Ids) -> None:
         """Fold candidates (query number `asked[which]`) into the running lists, ordered by (D, id)."""
         count, k = len(asked), self._k
         owner = np.concatenate([np.repeat(np.arange(count), k), which])
@@ -162,41 +182,97 @@ class FlatScan:
         self._best_i[asked] = i[order].reshape(count, k)
 
 
-def _norms(rows: Floats) -> Float64s:
-    wide = np.asarray(rows, np.float64)
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One factor of the product: `narrow` float32 [n, d], and under l2 the lengths [n] of the centred rows.
+    Where squares would overflow float32, `narrow` is float64."""
+
+    narrow: Floats
+    reach: Float64s
+
+    @classmethod
+    def of(cls, wide: Float64s, norms: Float64s, centre: Float64s, metric: Metric) -> _Side:
+        with np.errstate(all="ignore"):  # rows without a distance come along and are never asked
+            if metric == "cosine":
+                return cls((wide / norms[:, None]).astype(np.float32), norms)
+            centred = wide - centre
+            reach = _norms(centred)
+            top = float(np.max(reach, initial=0.0, where=np.isfinite(reach)))
+            fits = 4 * top * top < FLOAT32_SQUARE_MAX
+            return cls(centred.astype(np.float32) if fits else centred, reach)
+
+    def at(self, rows: Ids) -> _Side:
+        return _Side(self.narrow[rows], self.reach[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The rows of one piece of a block that have a distance."""
+
+    wide: Float64s
+    norms: Float64s
+    names: Ids
+    side: _Side
+
+    @classmethod
+    def of(cls, xb: Floats, names: Ids, queries: Queries) -> _Tile:
+        wide = np.ascontiguousarray(xb, dtype=np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            norms = _norms(wide)
+        good = _have_distance(norms, queries.metric)
+        if not good.all():
+            wide, norms, names = wide[good], norms[good], names[good]
+        return cls(wide, norms, names, _Side.of(wide, norms, queries.centre, queries.metric))
+
+
+def _norms(wide: Float64s) -> Float64s:
     norms: Float64s = np.sqrt((wide * wide).sum(axis=1))
     return norms
 
 
-def _bounded_scores(xq: Float64s, xb: Float64s, metric: Metric) -> tuple[Floats, Floats]:
+def _have_distance(norms: Float64s, metric: Metric) -> npt.NDArray[np.bool_]:
+    return np.isfinite(norms) & ((norms >= MIN_NORM) | (metric == "l2"))
+
+
+def _pairs(q: Float64s, x: Float64s, lengths: Float64s, metric: Metric) -> Float64s:
+    """`lengths` is |q| * |x|."""
+    distances: Float64s
+    if metric == "l2":
+        distances = np.square(q - x).sum(axis=1)
+    else:
+        distances = 1.0 - (q * x).sum(axis=1) / lengths
+    return distances
+
+
+def _bounded_scores(left: _Side, right: _Side, metric: Metric) -> tuple[Floats, Floats]:
     """Distances [q, n] in float32, and a bound on how far each may be from the float64 value.
 
     A dot product of length d in any order is off by at most gamma_d * |x| * |q|, gamma_d = d*u / (1 - d*u)
-    (Higham, Accuracy and Stability, 3.5). Rows are centred first: distances do not change by it, and a common
-    offset no longer eats the digits. Sums of three terms, rounding to float32 and the float64 side's own error
-    are a few u more, for which d + 32 stands. The last term covers products that underflow.
+    (Higham, Accuracy and Stability, 3.5). Sums of three terms, rounding to float32 and the float64 side's own
+    error are a few u more, for which d + 32 stands. The last term covers products that underflow.
     """
-    dim = xq.shape[1]
+    dim = left.narrow.shape[1]
+    products = left.narrow @ right.narrow.T  # float64 as soon as one side is
+    kind = products.dtype.type
+    gamma = _gamma(dim, float(np.finfo(kind).eps) / 2)
     if metric == "cosine":
-        u = float(np.finfo(np.float32).eps) / 2
-        left = (xq / _norms(xq)[:, None]).astype(np.float32)
-        right = (xb / _norms(xb)[:, None]).astype(np.float32)
-        return np.float32(1) - left @ right.T, np.asarray(_gamma(dim, u), np.float32)
-    centre = xb.mean(axis=0)
-    xq, xb = xq - centre, xb - centre
-    nq, nb = _norms(xq), _norms(xb)
-    wide = float(nq.max() + nb.max()) ** 2 > FLOAT32_SQUARE_MAX
-    kind: type[np.floating[Any]] = np.float64 if wide else np.float32
-    u = float(np.finfo(kind).eps) / 2
-    reach = nq.astype(kind)[:, None] + nb.astype(kind)[None, :]
-    scores = xq.astype(kind) @ xb.astype(kind).T
-    scores *= -2
-    scores += np.square(nb).astype(kind)[None, :]
-    scores += np.square(nq).astype(kind)[:, None]
-    np.square(reach, out=reach)
-    reach *= kind(_gamma(dim, u))
-    reach += kind(dim * float(np.finfo(kind).tiny))
-    return scores, reach
+        np.subtract(1, products, out=products)
+        return products, np.asarray(gamma, kind)
+    products *= -2
+    products += np.square(right.reach).astype(kind)[None, :]
+    products += np.square(left.reach).astype(kind)[:, None]
+    margin = left.reach.astype(kind)[:, None] + right.reach.astype(kind)[None, :]
+    np.square(margin, out=margin)
+    margin *= kind(gamma)
+    margin += kind(dim * float(np.finfo(kind).tiny))
+    return products, margin
+
+
+def _kth_upper(scores: Floats, margin: Floats, k: int) -> Float64s:
+    """The k-th smallest upper bound of each query: no row beyond it can be among the k nearest."""
+    upper = scores if margin.ndim == 0 else scores + margin
+    kth = upper.min(axis=1) if k == 1 else np.partition(upper, k - 1, axis=1)[:, k - 1]
+    return kth.astype(np.float64) + (float(margin) if margin.ndim == 0 else 0.0)
 
 
 def _gamma(dim: int, u: float) -> float:

@@ -24,7 +24,7 @@ from fabric_pipelines.journal import Journal
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
 EXIT_FATAL = 70
-STOP_WAIT_S = 5.0
+STOP_WAIT_S = 2.0
 
 
 def main() -> int:
@@ -58,7 +58,9 @@ def serve(settings: Settings) -> int:
             flush=True,
         )
         stop.wait()
-        _shut(server, desk)
+        clean = _shut(server, desk)
+    if not clean:
+        os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
     return 0
 
 
@@ -68,13 +70,14 @@ def _end(sentence: str) -> None:
     os._exit(EXIT_FATAL)
 
 
-def _shut(server: BrokerServer, desk: Desk) -> None:
-    """Answer what was asked, then close. A producer that holds its stream open is cut off after a while; what
-    it sent is safe."""
+def _shut(server: BrokerServer, desk: Desk) -> bool:
+    """Answer what was asked, then close. A producer that holds its stream open is cut off after a while
+    (False); what it sent is safe."""
     closing = threading.Thread(target=server.shutdown, daemon=True)
     desk.stop()
     closing.start()
     closing.join(STOP_WAIT_S)
+    return not closing.is_alive()
 
 
 def _free_socket(endpoint: str) -> None:

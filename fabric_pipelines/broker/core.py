@@ -39,7 +39,7 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
 from fabric_pipelines.broker.packing import guided, pack
-from fabric_pipelines.broker.prefix import shared_tokens
+from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.replies import (
     AttachReply,
@@ -108,12 +108,16 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease to be sent: `tasks` in order, `leader` flags beside them."""
+    """A lease to be sent: `tasks` in order; `shared` tokens of each are cached once the one before it ran."""
 
     lease_id: int
     lane: Lane
     tasks: Sequences
-    leader: npt.NDArray[np.bool_]
+    shared: npt.NDArray[np.int64]
+
+    @property
+    def leader(self) -> npt.NDArray[np.bool_]:
+        return leaders(self.shared)
 
 
 class Core:
@@ -418,11 +422,7 @@ class Core:
             if count:
                 break
         tasks = tasks[:count].copy()
-        return Grant(self.state.next_lease, lane, tasks, self._leaders(tasks))
-
-    def _leaders(self, tasks: Sequences) -> npt.NDArray[np.bool_]:
-        first: npt.NDArray[np.bool_] = self._shared(tasks) == 0
-        return first
+        return Grant(self.state.next_lease, lane, tasks, self._shared(tasks))
 
     def _shared(self, tasks: Sequences) -> npt.NDArray[np.int64]:
         index = self.state.index
@@ -433,7 +433,7 @@ class Core:
         index = self.state.index
         tasks = lease.tasks[index.lease[lease.tasks] == session.last_lease]
         lane = self.state.lanes[int(index.lane[tasks[0]])]
-        return Grant(session.last_lease, lane, tasks, self._leaders(tasks))
+        return Grant(session.last_lease, lane, tasks, self._shared(tasks))
 
     def _account(self, session: Session, queue: LaneQueue, grant: Grant) -> None:
         lengths = self.state.index.prompt[grant.tasks]
@@ -442,7 +442,7 @@ class Core:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         counters["offered_tokens"] += tokens
-        counters["reusable_tokens"] += int(self._shared(grant.tasks).sum())
+        counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
             counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
         queue.charge(grant.lane.key.tenant, tokens)

@@ -64,6 +64,8 @@ class Desk(threading.Thread):
         self._stopping = True
         self._requests.put(None)
         self.join()
+        with self.news:
+            self.news.notify_all()
 
     def run(self) -> None:
         group: list[_Request] = []

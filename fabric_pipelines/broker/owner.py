@@ -19,6 +19,7 @@ import pyarrow as pa
 import fabric_pipelines
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.facts import (
+    Computed,
     Enqueued,
     Fact,
     Started,
@@ -126,6 +127,8 @@ class Owner:
                 self.core.apply(fact, lsn, columns)
             except BalanceBroken as broken:
                 raise Fatal(str(broken)) from broken
+            if isinstance(fact, Enqueued | Computed):
+                self.payloads.keep(lsn, fact.ipc)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
         """Only new tasks may be refused for want of space: they are nowhere yet. All else frees some in the
@@ -299,7 +302,7 @@ class Owner:
         if grant is None:
             return None, self.core.hold_reason
         frames, _ = self.core.state.index.locate(grant.tasks)
-        self._require_written([int(frames.max())])
+        self._require_written([int(frames.max())])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
         return self.payloads.lease(grant, deadline_us), ""
 

@@ -22,6 +22,7 @@ _SHIFTS = tuple(64 - sum(BITS[: level + 1]) for level in range(len(BITS)))
 
 _BASE = 0xD1342543DE82EF95  # odd, hence invertible modulo 2^64
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
+_STRIPE = 1 << 14  # tokens whose terms stay in the cache between passes
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 Keys = npt.NDArray[np.uint64]
@@ -71,11 +72,17 @@ def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 def _prefix_sums(tokens: npt.NDArray[np.uint32]) -> Keys:
     """sums[i] = polynomial of tokens[:i]; every token is mixed first, since small ids would leave the low bits
     of the sum nearly constant."""
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * _MIX_1
-    terms ^= terms >> np.uint64(29)
-    terms *= _powers(_BASE, len(tokens))
     sums = np.zeros(len(tokens) + 1, np.uint64)
-    np.cumsum(terms, out=sums[1:])
+    powers = _powers(_BASE, len(tokens))
+    for start in range(0, len(tokens), _STRIPE):
+        terms = tokens[start : start + _STRIPE].astype(np.uint64)
+        end = start + len(terms)
+        terms += np.uint64(1)
+        terms *= _MIX_1
+        terms ^= terms >> np.uint64(29)
+        terms *= powers[start:end]
+        terms[0] += sums[start]
+        np.cumsum(terms, out=sums[start + 1 : end + 1])
     return sums
 
 

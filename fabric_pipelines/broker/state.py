@@ -265,11 +265,12 @@ class State:
         self._pieces(back[~in_doubt], leases[~in_doubt], fact.expired, effects)
 
     def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
-        """By lease and lane, in the order they had been leased. A lease that ran out may hold a task that
+        """By lease and lane, in prefix order. A lease that ran out may hold a task that
         kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
         lanes = self.index.lane[tasks]
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
             piece = tasks[(leases == lease) & (lanes == lane)]
+            piece = piece[np.argsort(self.index.key[piece], kind="stable")]
             middle = (len(piece) + 1) // 2 if halve else len(piece)
             effects.pieces += [
                 (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)

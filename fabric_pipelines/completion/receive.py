@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Landed
 from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, FabricError, TransientError
 from fabric_pipelines.ids import SEQUENCE_BITS
+from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
 
 PULL_WAIT_S = 0.5
@@ -34,7 +35,7 @@ class Hello(Protocol):
 
 class Status(Protocol):
     @property
-    def total(self) -> Any: ...
+    def total(self) -> Ledger: ...
 
 
 class Source(Protocol):
@@ -142,7 +143,8 @@ class Receiver:
     def _introduce(self, source: Source) -> None:
         info = source.hello()
         total = source.status().total
-        self.register(info.journal_id, info.incarnation, int(total["retired"] + total["dead"]))
+        settled = total.retired.tasks + total.dead.tasks
+        self.register(info.journal_id, info.incarnation, settled)
         if self._held and info.journal_id != self._journal_id:
             # the journal they came from still has them; this broker knows nothing of them
             self.say(f"dropped {self.holds} tasks of journal {self._journal_id}, which went away")

@@ -56,6 +56,8 @@ from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
 DATABASE = "fabric"
 RECOVERY_S = 120.0
+PATIENCE_S = 3600.0
+"""The foreground process waits so long: ending a recovery only makes the next start recover from the beginning."""
 STOP_S = 60.0
 
 
@@ -91,6 +93,12 @@ def place(settings: Settings) -> Place:
         return near
     mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:12]
     return Place(settings.home, STATE_DIR / mark / "data", STATE_DIR / mark / "run")
+
+
+def kept_elsewhere(settings: Settings) -> Path | None:
+    """The folder outside the home that holds this home's data, for whoever shows sizes or empties the home."""
+    where = place(settings)
+    return where.data.parent if where.elsewhere else None
 
 
 @dataclass(slots=True)
@@ -402,10 +410,10 @@ def main() -> int:
         sys.stderr.flush()
 
     server = EmbeddedPostgres.of(settings, say=say)
-    server.start()
+    server.start(timeout_s=PATIENCE_S)
     try:
         assert server.binaries is not None
-        sys.stdout.write(f"ready: postgres {server.binaries.version} on {server.place.sockets}\n")
+        sys.stdout.write(f"postgres ready: {server.binaries.version} on {server.place.sockets}\n")
         sys.stdout.flush()
         while not asked:
             status = server.wait(0.25)

@@ -91,22 +91,34 @@ def reachable(binaries: PostgresBinaries) -> PostgresBinaries:
     with binaries.postgres.open("rb") as file:
         mark = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     copy = STATE_DIR / "servers" / f"{binaries.version}-{mark}"
+    # the same two levels as in site-packages: a wheel's programs find its libraries by a relative path
+    copied = copy / binaries.root.parent.name / binaries.root.name
     if not copy.exists():
         make_folder(copy.parent)
         beside = Path(tempfile.mkdtemp(dir=copy.parent, prefix=".copy-"))
-        shutil.copytree(binaries.root, beside / "root", symlinks=True)
-        for path in [beside, *beside.rglob("*")]:
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+        _copy_open(binaries.root, beside / copied.relative_to(copy))
+        libraries = binaries.root.parent.with_name(binaries.root.parent.name + ".libs")
+        if libraries.is_dir():
+            _copy_open(libraries, beside / libraries.name)
+        beside.chmod(0o755)
         try:
-            (beside / "root").rename(copy)
+            beside.rename(copy)
         except OSError as fault:
-            if not copy.exists():
+            shutil.rmtree(beside)
+            if not copy.exists():  # else another process made the same copy first
                 raise StorageFailed(f"the server cannot be copied to {copy}: {fault}") from fault
-        shutil.rmtree(beside)
     return PostgresBinaries(
-        copy / binaries.bin.relative_to(binaries.root), copy, binaries.major, binaries.version
+        copied / binaries.bin.relative_to(binaries.root), copied, binaries.major, binaries.version
     )
+
+
+def _copy_open(source: Path, target: Path) -> None:
+    """Copy a tree so that any user can read and run it, static libraries and headers left out."""
+    left_out = shutil.ignore_patterns("*.a", "include", "pgxs", "pkgconfig")
+    shutil.copytree(source, target, symlinks=True, ignore=left_out)
+    for path in [target.parent, target, *target.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
 
 
 def passable(path: Path) -> bool:

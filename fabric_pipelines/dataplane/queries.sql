@@ -139,6 +139,10 @@ limit %(limit)s;
 select set_config('synchronous_commit', 'on', false)
 where current_setting('synchronous_commit') = 'off';
 
+-- name: bounded_waits
+-- Whoever locks a results table makes landing wait and try again, not hang.
+set lock_timeout = '30s';
+
 -- name: current_xid
 select pg_current_xact_id()::text;
 

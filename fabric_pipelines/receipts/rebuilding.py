@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +26,10 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ContentHash, ReceiptRow, SourceRows
+from fabric_pipelines.dataplane.vectors import ReceiptRow, SourceRows
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
 from fabric_pipelines.receipts.quality import K, sample
-from fabric_pipelines.receipts.source_check import moved_rows, place_differences, source_of
+from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.building import full_recipe
@@ -40,7 +40,7 @@ from fabric_pipelines.shards.generation import Generation, write_generation
 from fabric_pipelines.shards.manifest import FileEntry
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard, open_generation
-from fabric_pipelines.shards.store import VectorStore, store_of
+from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
 Verdict = Literal["identical", "logical", "equivalent", "different"]
 CENTROID_TOLERANCE = 1e-6
@@ -51,21 +51,15 @@ PARAMETERS = ("lists", "seed", "metric", "iterations", "lists_per_block")
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    receipt_id: str
+    """`ok` unless the verdict is "different"; there may be differences all the same."""
+
+    ok: bool
     verdict: Verdict
+    receipt_id: str
     differences: tuple[Difference, ...]
 
-    @property
-    def ok(self) -> bool:
-        return self.verdict != "different"
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "receipt_id": self.receipt_id,
-            "differences": [found.as_json() for found in self.differences],
-        }
+        return asdict(self)
 
 
 def rebuild(
@@ -84,7 +78,7 @@ def rebuild(
     original, damage = _original(store, root, row)
     spec = _spec(receipt, overrides or {}, original)
     rows = store.read_source(source_of(receipt.source))
-    moved = rows.state.content != ContentHash.from_json(receipt.source)
+    moved = rows.state.content != content_then(receipt.source)
     recipe = full_recipe(_given(receipt.recipe), spec)
     differences = [
         *damage,
@@ -101,7 +95,9 @@ def rebuild(
         verdict, found = compare(receipt, original, rebuilt)
     if original is not None:
         original.close()
-    return Rebuild(row.receipt_id, "different" if moved else verdict, (*differences, *found))
+    if moved:
+        verdict = "different"
+    return Rebuild(verdict != "different", verdict, row.receipt_id, (*differences, *found))
 
 
 def compare(

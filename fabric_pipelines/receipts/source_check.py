@@ -16,33 +16,16 @@ import numpy.typing as npt
 from fabric_pipelines.dataplane.vectors import (
     BUCKETS,
     ContentHash,
-    Source,
     SourceRows,
     SourceState,
 )
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.shard import Shard
-from fabric_pipelines.shards.store import VectorStore
+from fabric_pipelines.shards.store import VectorStore, source_of
 
 NAMED_MAX = 10
 WHERE_FIELDS = ("cluster", "database", "relation_oid", "columns", "encoding")
-
-
-def source_of(fields: Mapping[str, Any]) -> Source:
-    """The source that a receipt's `source` part describes. SchemaError when it describes none."""
-    try:
-        own = (fields["id_column"], fields["vector_column"])
-        return Source(
-            relation=fields["relation"],
-            id_column=own[0],
-            vector_column=own[1],
-            submission_id=fields["submission_id"],
-            filter=fields["filter"],
-            columns=tuple(sorted(set(fields["columns"]) - set(own))),
-        )
-    except (KeyError, TypeError) as fault:
-        raise SchemaError(f"the receipt's source lacks {fault}") from fault
 
 
 def source_differences(
@@ -50,15 +33,23 @@ def source_differences(
 ) -> Iterator[Difference]:
     """`fields` is a receipt's source; `shard` the generation built from it, None when it cannot be read."""
     try:
-        source = source_of(fields)
+        source, then = source_of(fields), content_then(fields)
         state = store.source_state(source)
     except SchemaError as fault:
         yield Difference("source", str(fields.get("relation")), "unreadable", str(fault))
         return
     yield from place_differences(fields, state)
-    if state.content == ContentHash.from_json(fields):
+    if state.content == then:
         return
     yield from moved_rows(store.read_source(source), fields, shard)
+
+
+def content_then(fields: Mapping[str, Any]) -> ContentHash:
+    """The content hash that was written down. SchemaError when it is none."""
+    try:
+        return ContentHash.from_json(fields)
+    except (KeyError, TypeError, ValueError) as fault:
+        raise SchemaError(f"the source's content hash cannot be read: {fault}") from fault
 
 
 def place_differences(fields: Mapping[str, Any], state: SourceState) -> Iterator[Difference]:
@@ -77,7 +68,7 @@ def moved_rows(
     rows: SourceRows, fields: Mapping[str, Any], shard: Shard | None
 ) -> Iterator[Difference]:
     """Compare what was read now with what the receipt says, by bucket, then by row."""
-    then = ContentHash.from_json(fields)
+    then = content_then(fields)
     buckets = then.moved_buckets(rows.state.content)
     relation = fields["relation"]
     if shard is None:

@@ -90,7 +90,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any
     if len(buffer) != size or buffer[:HEADER_BYTES] != expected:
         raise CorruptionFound(
             f"{path} is not the {dtype} array of shape {shape} that the manifest lists: "
-            "run `fabric shard scrub`, then rebuild the shard"
+            "verify its receipt to see what else is damaged, then build it anew"
         )
     if not count:
         return np.empty(shape, dtype)
@@ -105,7 +105,7 @@ def map_columns(path: Path) -> pa.Table:
             return reader.read_all()
     except (pa.ArrowInvalid, OSError) as fault:
         raise CorruptionFound(
-            f"{path} is not an Arrow file: {fault}; run `fabric shard scrub`, then rebuild the shard"
+            f"{path} is not an Arrow file: {fault}; verify its receipt to see what else is damaged, then build it anew"
         ) from fault
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import Source
 from fabric_pipelines.shards.shard import Shard
-from fabric_pipelines.shards.store import VectorStore, store_of
+from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
 QUERIES_DEFAULT = 100
 
@@ -35,16 +34,7 @@ def recall_of(
     db: Database | VectorStore, shard: Shard, k: int, *, queries: int = QUERIES_DEFAULT
 ) -> Recall:
     """Recall@k of the shard's exact search against its source as it is now."""
-    source = shard.manifest.source
-    rows = store_of(db).read_source(
-        Source(
-            relation=source["relation"],
-            id_column=source["id_column"],
-            vector_column=source["vector_column"],
-            submission_id=source["submission_id"],
-            filter=source["filter"],
-        )
-    )
+    rows = store_of(db).read_source(source_of(shard.manifest.source))
     count = len(rows.ids)
     if not count:
         return Recall(1.0, k, 0, 0)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.analytics.search import FlatScan, Floats, Ranked, exact_topk
+from fabric_pipelines.analytics.search import FlatScan, Floats, Queries, Ranked
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.errors import CorruptionFound, UsageError
 from fabric_pipelines.shards.blocks import map_array, map_columns
@@ -132,18 +132,15 @@ class Shard:
 
         exact: every list is scanned. Otherwise only the `nprobe` lists whose centroids are nearest, each
         read once for all the queries that want it."""
-        scan = FlatScan(xq, k, metric=self._metric)
+        queries = Queries(xq, self._metric)
+        scan = FlatScan(queries, k)
         if exact:
             for block in self.blocks:
                 scan.add(block.vectors, block.ids)
             return scan.ranked()
-        probes = exact_topk(
-            np.atleast_2d(xq),
-            self.centroids(),
-            np.arange(self.manifest.lists),
-            min(nprobe, self.manifest.lists),
-            metric=self._metric,
-        ).I
+        near = FlatScan(queries, min(nprobe, self.manifest.lists))
+        near.add(self.centroids(), np.arange(self.manifest.lists))
+        probes = near.ranked().I
         for number in np.unique(probes[probes >= 0]):
             vectors, ids = self.list_rows(int(number))
             scan.add(vectors, ids, queries=np.flatnonzero((probes == number).any(axis=1)))

@@ -20,6 +20,7 @@ from fabric_pipelines.dataplane.vectors import (
     SourceRows,
     SourceState,
 )
+from fabric_pipelines.errors import SchemaError
 
 
 class VectorStore(Protocol):
@@ -129,3 +130,19 @@ class PostgresStore:
 
 def store_of(db: Database | VectorStore) -> VectorStore:
     return PostgresStore(db) if isinstance(db, Database) else db
+
+
+def source_of(fields: Mapping[str, Any]) -> Source:
+    """The source that a manifest's or receipt's `source` part describes. SchemaError when it describes none."""
+    try:
+        own = (fields["id_column"], fields["vector_column"])
+        return Source(
+            relation=fields["relation"],
+            id_column=own[0],
+            vector_column=own[1],
+            submission_id=fields["submission_id"],
+            filter=fields["filter"],
+            columns=tuple(sorted(set(fields["columns"]) - set(own))),
+        )
+    except (KeyError, TypeError) as fault:
+        raise SchemaError(f"a source that lacks {fault} cannot be read again") from fault

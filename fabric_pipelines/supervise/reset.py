@@ -15,7 +15,16 @@ from fabric_pipelines.dataplane.postgres import place
 from fabric_pipelines.errors import StorageFailed
 from fabric_pipelines.settings import Settings
 
-OWN_NAMES = ("dagster", "journal", "lake", "logs", "postgres", "run", "shards")
+OWN_NAMES = (
+    "dagster",
+    "journal",
+    "lake",
+    "logs",
+    "postgres",
+    "postgres.lock",
+    "run",
+    "shards",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,9 @@ class ScriptedBroker:
 
     # ---- worker.loop.Source
 
+    def hello(self) -> None:
+        self._answer(session=False)
+
     def attach(
         self,
         *,

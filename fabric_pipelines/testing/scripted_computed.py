@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from fabric_pipelines.errors import BrokerUnavailable
+from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.confirmation import Confirmation
 
 
@@ -25,7 +26,7 @@ class ScriptedInfo:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedStatus:
-    total: dict[str, int]
+    total: Ledger
 
 
 @dataclass
@@ -62,7 +63,8 @@ class ScriptedComputed:
 
     def status(self) -> ScriptedStatus:
         self._answer()
-        return ScriptedStatus({"retired": len(self.retired), "dead": len(self.buried)})
+        settled = Ledger(retired=Amount(len(self.retired)), dead=Amount(len(self.buried)))
+        return ScriptedStatus(settled)
 
     def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
         self._answer()

@@ -33,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("FABRIC_DEBUG") == "1":
             raise
         return fault.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("ended by a second signal: what was leased runs out and is run again\n")
+        return 130
     print_report(report)
     return 1 if report["undelivered"] else 0
 

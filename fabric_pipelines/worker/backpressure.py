@@ -1,8 +1,9 @@
 """The backpressure ladder: named rungs from "pull freely" to "stop", each with a counter.
 
-Pressure climbs at once to the rung that the worst signal asks for, since a full buffer cannot wait. It comes
-down one rung at a time, each after `calm_s` without that pressure, so that a signal at its edge does not
-make the worker flutter. Decides only; what a rung forbids is the loop's to obey.
+Pressure climbs at once to the rung that the worst signal asks for, since a full buffer cannot wait. A gauge
+(outbox, busy engine) comes down one rung at a time, each after `calm_s` without that pressure, so that a value
+at its edge does not make the worker flutter; a word (hold, away, stop) counts while it is said, since a device
+that idles after its broker is back is waste. Decides only; what a rung forbids is the loop's to obey.
 
     OPEN            pull `window_tokens` ahead
     PREFETCH_OFF    pull only what the engine can start now
@@ -50,15 +51,19 @@ THRESHOLDS = (
 )
 
 
-def rung_due(signals: Signals) -> Rung:
-    """The lowest rung that meets every signal. Pure."""
-    if signals.stopping:
-        return Rung.STOP
-    due = Rung.HOLD if signals.broker_hold or signals.broker_away else Rung.OPEN
+def gauge_rung(signals: Signals) -> Rung:
+    """The lowest rung that meets the gauges. Pure."""
     for rung, share, busy_s in THRESHOLDS:
         if signals.outbox_share >= share or signals.engine_busy_s >= busy_s:
-            return max(due, rung)
-    return due
+            return rung
+    return Rung.OPEN
+
+
+def word_rung(signals: Signals) -> Rung:
+    """The rung that somebody asked for. Pure."""
+    if signals.stopping:
+        return Rung.STOP
+    return Rung.HOLD if signals.broker_hold or signals.broker_away else Rung.OPEN
 
 
 @dataclass(slots=True)
@@ -70,22 +75,21 @@ class Ladder:
     climbed: dict[str, int] = field(
         default_factory=lambda: {rung.name.lower(): 0 for rung in Rung if rung is not Rung.OPEN}
     )
+    _gauge: Rung = Rung.OPEN
     _calm_since_s: float | None = None
 
     def observe(self, signals: Signals, now_s: float) -> Rung:
-        due = rung_due(signals)
-        if due > self.rung:
-            for passed in range(self.rung + 1, due + 1):
-                self.climbed[Rung(passed).name.lower()] += 1
-            self.rung, self._calm_since_s = due, None
-        elif due == self.rung:
-            self._calm_since_s = None
-        else:
-            self._descend(now_s)
-        return self.rung
+        self._follow(gauge_rung(signals), now_s)
+        rung = max(self._gauge, word_rung(signals))
+        for passed in range(self.rung + 1, rung + 1):
+            self.climbed[Rung(passed).name.lower()] += 1
+        self.rung = rung
+        return rung
 
-    def _descend(self, now_s: float) -> None:
-        if self._calm_since_s is None:
+    def _follow(self, due: Rung, now_s: float) -> None:
+        if due >= self._gauge:
+            self._gauge, self._calm_since_s = due, None
+        elif self._calm_since_s is None:
             self._calm_since_s = now_s
         elif now_s - self._calm_since_s >= self.calm_s:
-            self.rung, self._calm_since_s = Rung(self.rung - 1), now_s
+            self._gauge, self._calm_since_s = Rung(self._gauge - 1), now_s

@@ -62,6 +62,7 @@ class Source(Protocol):
 
     hold_reason: str
 
+    def hello(self) -> object: ...
     def attach(
         self,
         *,
@@ -211,6 +212,7 @@ class WorkerLoop:
             return
         held = [*self.supply.task_ids(), *self.outbox.task_ids()]
         try:
+            self._source.hello()  # VersionRefused ends the worker: no retry changes a protocol
             reply = self._source.attach(
                 engine=self._engine.name,
                 engine_fingerprint=self._engine.fingerprint,

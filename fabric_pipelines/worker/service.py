@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_worker(
             engine,
             client,
             device=device,
-            wait=stop.wait,
+            wait=partial(_wait, stop),
             pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
         )
         pulse = Pulse(
@@ -92,6 +93,12 @@ def run_worker(
             LOG.info("engine %s (%s) runs on %s", engine.name, engine.fingerprint[:12], device)
             loop.run()
         return loop.report()
+
+
+def _wait(wake: threading.Event, seconds: float) -> None:
+    """A signal wakes the loop once; left set, it would make a drain spin."""
+    if wake.wait(seconds):
+        wake.clear()
 
 
 @contextmanager

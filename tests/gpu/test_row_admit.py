@@ -34,7 +34,7 @@ def test_hash_and_flags_are_bit_equal_and_norms_within_rounding(gpu: Gpu, dim: i
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 127, 128, 129, 4095, 4096, 4097])
-@pytest.mark.parametrize("dim", [1, 5, 16, 20, 384, 1028, 1030])
+@pytest.mark.parametrize("dim", [1, 5, 16, 20, 30, 52, 64, 384, 1028, 1030])
 def test_every_count_of_rows_is_written_and_nothing_past_it(gpu: Gpu, count: int, dim: int) -> None:
     rows = np.random.default_rng(count).standard_normal((count, dim), dtype=np.float32)
     guard = 64

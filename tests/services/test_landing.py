@@ -7,9 +7,15 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import CommitInDoubt, Landed, Writer
-from fabric_pipelines.errors import DatabaseUnavailable, SchemaError, StorageFailed
+from fabric_pipelines.errors import (
+    DatabaseUnavailable,
+    IncarnationMismatch,
+    SchemaError,
+    StorageFailed,
+)
 from fabric_pipelines.records.arrow import from_ipc
 from tests.services.cut_wire import WireCutter
 from tests.support_completions import pulled_batch
@@ -187,3 +193,28 @@ def test_the_staging_table_keeps_nothing_between_landings(database: Database) ->
         landed = writer.land(pulled_batch(3, function="generate", first=100))
     writer.close()
     assert landed.rows == 3
+
+
+def test_another_database_at_the_same_url_is_refused(
+    database: Database, empty_database: Database
+) -> None:
+    empty_database.migrate()
+    writer = Writer(database)
+    writer.land(pulled_batch(3, function="generate"))
+    writer.close()
+    database.url = empty_database.url  # as if the server behind the URL had been exchanged
+    with pytest.raises(IncarnationMismatch, match="answers where"):
+        writer.land(pulled_batch(3, function="generate", first=10))
+
+
+def test_scattered_poison_leaves_the_rows_between_it_exact(database: Database) -> None:
+    poison = dict.fromkeys(range(0, 40, 3), float("nan"))
+    batch = pulled_batch(40, function="embed", poison=poison)
+    landed = _land(database, batch)
+    alive = [row for row in range(40) if row % 3]
+    assert landed.task_ids.tolist() == batch.column("task_id").take(pa.array(alive)).to_pylist()
+    read = results.read(database, function="embed")
+    assert (
+        read.column("vector").to_pylist()
+        == batch.column("vector").take(pa.array(alive)).to_pylist()
+    )

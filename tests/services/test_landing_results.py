@@ -115,3 +115,26 @@ def test_artifacts_are_recorded_once(database: Database, tmp_path: Path) -> None
     lake.record(database, kept)
     assert lake.recorded(database, kept.uri) == kept
     assert lake.recorded(database, "elsewhere") is None
+
+
+@pytest.mark.parametrize("with_lake", [True, False])
+def test_a_vector_too_long_for_any_column_is_in_the_lake_or_among_the_dead(
+    database: Database, tmp_path: Path, with_lake: bool
+) -> None:
+    small = pulled_batch(4, function="hidden_states")
+    large = pulled_batch(1, function="hidden_states", first=4, dim=16_001)
+    batch = pa.Table.from_batches([small, large]).combine_chunks().to_batches()[0]
+    store = Lake(str(tmp_path)) if with_lake else None
+    writer = Writer(database, lake=store)
+    landed, again = writer.land(batch), writer.land(batch)
+    writer.close()
+    assert (landed.rows, again.rows) == ((5, 0) if store else (4, 0))
+    last = results.read(database, function="hidden_states").to_pylist()[-1]
+    if store is None:
+        assert landed.dead_task_ids.tolist() == large.column("task_id").to_pylist()
+        return
+    assert last["vector"] is None
+    kept = store.read_table(last["artifact_uri"])
+    assert kept.column("task_id").to_pylist() == large.column("task_id").to_pylist()
+    assert kept.column("vector").to_pylist() == large.column("vector").to_pylist()
+    assert lake.recorded(database, last["artifact_uri"]).sha256 == last["artifact_sha256"]

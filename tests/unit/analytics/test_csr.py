@@ -11,7 +11,7 @@ from fabric_pipelines.analytics.csr import (
     group,
     segment_argmin,
     segment_min,
-    segment_quantile,
+    segment_quantiles,
     segment_row_sums,
     segment_sum,
     segment_xor,
@@ -55,7 +55,7 @@ def test_quantiles_are_those_of_numpy_over_the_kept_rows(share: float) -> None:
     values = np.random.default_rng(1).standard_normal(9)
     kept = np.array([1, 1, 1, 0, 1, 0, 1, 1, 1], dtype=np.bool_)
     owner = np.repeat(np.arange(7), np.diff(INDPTR))
-    found = segment_quantile(values, kept, INDPTR, owner, share)
+    found = segment_quantiles(values, kept, owner, 7, (0.3, share))[1]
     for cluster in range(7):
         own = values[(owner == cluster) & kept]
         expected = np.quantile(own, share) if len(own) else np.nan

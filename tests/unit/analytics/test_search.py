@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fabric_pipelines.analytics import search
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
-from fabric_pipelines.analytics.search import FlatScan, exact_topk, recall_at_k
+from fabric_pipelines.analytics.search import FlatScan, Queries, exact_topk, recall_at_k
 from fabric_pipelines.errors import UsageError
 
 
@@ -102,7 +102,7 @@ def test_the_list_does_not_depend_on_how_rows_are_cut_into_blocks(seed, rows, k,
     rng = np.random.default_rng(seed)
     xb = rng.integers(-2, 3, (rows, 3)).astype(np.float32)  # many exact ties
     xq = rng.integers(-2, 3, (4, 3)).astype(np.float32)
-    scan = FlatScan(xq, k, metric=metric)
+    scan = FlatScan(Queries(xq, metric), k)
     for part in np.array_split(rng.permutation(rows), 3):
         scan.add(xb[part], part.astype(np.int64))
     np.testing.assert_array_equal(

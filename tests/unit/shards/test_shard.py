@@ -72,6 +72,17 @@ def test_rows_without_direction_are_quarantined_and_counted(store, rows, tmp_pat
         assert np.isnan(shard.quarantined()[1][0]).all()
 
 
+def test_lists_without_rows_are_blocks_without_rows(store, rows, tmp_path):
+    store.put(rows[0], np.ones_like(rows[1]))
+    build(store, tmp_path, lists=5, lists_per_block=1)
+    with shards.open_shard(store, tmp_path, "notes") as shard:
+        assert [len(block.ids) for block in shard.blocks] == [400, 0, 0, 0, 0]
+        assert shard.search(rows[1][:1], 3).I.tolist() == [rows[0][:3].tolist()]
+        assert shard.search(rows[1][:1], 3, exact=False).found.tolist() == [3]
+        assert shard.columns().num_rows == 400
+    assert shards.scrub(store, tmp_path, "notes").ok
+
+
 def test_a_source_of_quarantined_rows_only_is_refused(store, rows, tmp_path):
     store.put(rows[0], np.zeros_like(rows[1]))
     with pytest.raises(UsageError, match="400 read, all quarantined"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals, rung_due
+from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals, rung_due
     ],
 )
 def test_each_signal_asks_for_its_rung(signals: Signals, rung: Rung) -> None:
-    assert rung_due(signals) is rung
+    assert Ladder().observe(signals, 0.0) is rung
 
 
 def test_the_ladder_climbs_at_once_and_counts_every_rung_it_passes() -> None:
@@ -42,9 +42,9 @@ def test_the_ladder_climbs_at_once_and_counts_every_rung_it_passes() -> None:
     }
 
 
-def test_the_ladder_comes_down_one_rung_per_calm_second() -> None:
+def test_a_gauge_comes_down_one_rung_per_calm_second() -> None:
     ladder = Ladder(calm_s=1.0)
-    ladder.observe(Signals(broker_hold=True), 0.0)
+    ladder.observe(Signals(outbox_share=0.75), 0.0)
     seen = [ladder.observe(Signals(), now) for now in (0.1, 1.2, 2.3, 3.4)]
     assert seen == [Rung.HOLD, Rung.NO_NEW_LANE, Rung.PREFETCH_OFF, Rung.OPEN]
 
@@ -56,3 +56,12 @@ def test_a_signal_at_its_edge_does_not_make_the_ladder_flutter() -> None:
         share = 0.75 if tenth % 2 else 0.74
         assert ladder.observe(Signals(outbox_share=share), tenth / 10) is Rung.HOLD
     assert ladder.climbed["hold"] == 1
+
+
+def test_a_word_counts_only_while_it_is_said() -> None:
+    ladder = Ladder(calm_s=1.0)
+    assert ladder.observe(Signals(broker_away=True), 0.0) is Rung.HOLD
+    assert ladder.observe(Signals(), 0.01) is Rung.OPEN
+    ladder.observe(Signals(broker_hold=True, outbox_share=0.3), 0.02)
+    assert ladder.observe(Signals(outbox_share=0.3), 0.03) is Rung.PREFETCH_OFF
+    assert ladder.climbed["hold"] == 2

@@ -1,0 +1,86 @@
+"""The completion process: `python -m fabric_pipelines.completion`, settings from FABRIC_* and fabric.toml.
+
+Prints one ready line once broker and database know each other. SIGTERM or SIGINT: what is in hand is
+landed and retired if the other sides answer, the rest is handed back. A terminal fault ends it with that
+error's exit code, and whoever supervises it decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.completion.receive import Receiver
+from fabric_pipelines.completion.text import Decoder
+from fabric_pipelines.dataplane.database import Database, database_url
+from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.errors import FabricError
+from fabric_pipelines.settings import Settings
+
+TICK_S = 0.1
+
+
+def receiver_of(settings: Settings) -> Receiver:
+    database = Database(database_url(settings), application="fabric completion")
+
+    def register(journal_id: str, incarnation: int, retired: int) -> None:
+        database.migrate()
+        if database.register_incarnation(journal_id, incarnation, retired=retired):
+            _say(
+                f"journal {journal_id} and database {database.identity.database_id} now know each other"
+            )
+
+    return Receiver(
+        open_source=lambda: BrokerClient(settings.broker_endpoint, role="completion"),
+        target=Writer(database, decode=Decoder(settings.models), lake=Lake.of(settings)),
+        register=register,
+        say=_say,
+    )
+
+
+def run(receiver: Receiver) -> None:
+    """Until SIGTERM or SIGINT."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+    ready = False
+    try:
+        while not asked:
+            pause_s = receiver.step()
+            if not pause_s and not ready:
+                ready = True
+                sys.stdout.write(f"completion ready, process {os.getpid()}\n")
+                sys.stdout.flush()
+            resume_s = time.monotonic() + pause_s
+            while not asked and (left_s := resume_s - time.monotonic()) > 0:
+                time.sleep(min(left_s, TICK_S))
+    finally:
+        receiver.close()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    run(receiver_of(settings_module.load()))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FabricError as problem:
+        _say(str(problem))
+        sys.exit(problem.exit_code)

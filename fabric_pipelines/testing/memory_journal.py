@@ -1,0 +1,100 @@
+"""A journal in memory with the interface of `journal.Journal`, which crashes and fills up on command.
+
+What was committed survives `crash`; what was only appended does not. Payload bytes are copied at append, so a
+test sees a fact that was changed after it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fabric_pipelines.errors import StorageFailed, UsageError
+from fabric_pipelines.journal import Frame
+
+Piece = bytes | bytearray | memoryview
+
+
+@dataclass(slots=True)
+class MemoryJournal:
+    """`full`: appends that are not essential find no space. `broken`: the next commit fails, and so does all
+    that follows it."""
+
+    incarnation: int = 7
+    journal_id: str = "00" * 16
+    full: bool = False
+    broken: bool = False
+    commits: int = 0
+    _durable: list[Frame] = field(default_factory=list)
+    _group: list[Frame] = field(default_factory=list)
+    _stopped: bool = False
+
+    @property
+    def next_lsn(self) -> int:
+        return len(self._durable) + len(self._group) + 1
+
+    @property
+    def durable_lsn(self) -> int:
+        return len(self._durable)
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(len(frame.payload) for frame in (*self._durable, *self._group))
+
+    def append(
+        self,
+        kind: int,
+        payload: Piece | list[Piece] | tuple[Piece, ...],
+        *,
+        rows: int,
+        time_us: int,
+        schema_id: int = 0,
+        essential: bool = False,
+    ) -> int:
+        self._require_working()
+        if self.full and not essential:
+            raise StorageFailed("the disk of the memory journal is full")
+        pieces = payload if isinstance(payload, list | tuple) else [payload]
+        lsn = self.next_lsn
+        whole = memoryview(b"".join(bytes(piece) for piece in pieces))
+        self._group.append(Frame(lsn, kind, schema_id, rows, time_us, whole))
+        return lsn
+
+    def commit(self) -> int:
+        self._require_working()
+        if self.broken:
+            self._stopped = True
+            raise StorageFailed("the memory journal failed its fsync")
+        self._durable += self._group
+        self._group = []
+        self.commits += 1
+        return self.durable_lsn
+
+    def mark_durable(self) -> int:
+        self._require_working()
+        return self.durable_lsn
+
+    def replay(self, from_lsn: int = 1) -> Iterator[Frame]:
+        self._require_working()
+        yield from self._durable[from_lsn - 1 :]
+
+    def read(self, lsn: int) -> Frame:
+        self._require_working()
+        if not 1 <= lsn <= self.durable_lsn:
+            raise UsageError(f"LSN {lsn} is not in the journal")
+        return self._durable[lsn - 1]
+
+    def view(self, lsn: int) -> tuple[Frame, bool]:
+        return self.read(lsn), False
+
+    def close(self) -> None:
+        self._stopped = True
+
+    def crash(self) -> MemoryJournal:
+        """The journal as the next process finds it."""
+        self._stopped = True
+        return MemoryJournal(self.incarnation, self.journal_id, _durable=list(self._durable))
+
+    def _require_working(self) -> None:
+        if self._stopped:
+            raise StorageFailed("the memory journal has stopped")

@@ -1,0 +1,406 @@
+"""The broker as a process: kill -9 at any point costs nothing, and nothing is there twice.
+
+A kill shows logic, not durability: the page cache survives it. The crash states of the disk are enumerated in
+the journal's own tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from fabric_pipelines import settings
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.errors import (
+    Backpressure,
+    BrokerUnavailable,
+    NotAttached,
+    Refused,
+    SchemaError,
+    SubmissionConflict,
+    TransientError,
+)
+from fabric_pipelines.records.submission import Submission
+from tests.support import eventually
+from tests.support_broker import (
+    BURIED,
+    EMBED,
+    ENGINE,
+    LANDED,
+    PROFILE,
+    completions,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
+
+PRODUCER = """
+import sys
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.errors import TransientError
+from tests.support_broker import submission_of, tasks_of
+batches = [tasks_of([10 + i] * 40, seed=i) for i in range(int(sys.argv[2]))]
+while True:
+    try:
+        with BrokerClient(sys.argv[1], role="producer", timeout_s=5) as client:
+            print(client.submit(submission_of(batches, 5), batches).enqueued)
+        break
+    except TransientError as fault:
+        print("again:", fault, file=sys.stderr)
+"""
+
+
+@dataclass
+class Broker:
+    settings: settings.Settings
+    process: subprocess.Popen[str] | None = None
+
+    def start(self) -> str:
+        """Start the process and return its ready line."""
+        environ = {**os.environ, **self.settings.as_environment()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fabric_pipelines.broker"],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("broker ready on "), self.end(signal.SIGTERM)
+        return line
+
+    def end(self, number: int) -> tuple[int, str]:
+        """(exit code, stderr) after the signal."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=15)
+        code, self.process = self.process.returncode, None
+        return code, errors
+
+    def kill(self) -> None:
+        self.end(signal.SIGKILL)
+
+    def client(self, role: str, session: str | None = None) -> BrokerClient:
+        return BrokerClient(self.settings.broker_endpoint, role=role, session=session, timeout_s=5)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 1_000}
+    made = Broker(settings.load(flags, {}, tmp_path))
+    made.start()
+    yield made
+    if made.process is not None:
+        made.kill()
+
+
+@pytest.fixture
+def worker(broker: Broker) -> Iterator[BrokerClient]:
+    with broker.client("worker", "w") as client:
+        attach(client)
+        yield client
+
+
+def attach(client: BrokerClient, held: list[int] | None = None) -> tuple[int, ...]:
+    return client.attach(
+        engine=ENGINE, engine_fingerprint="f", device="cpu:0", profile=PROFILE, held=held or []
+    ).accepted
+
+
+def submit(broker: Broker, header: Submission, batches: list[pa.RecordBatch]) -> int:
+    with broker.client("producer") as client:
+        return client.submit(header, batches).enqueued
+
+
+def finish_everything(broker: Broker) -> list[int]:
+    """A worker and a completion of a new life; the ids that were retired, in order."""
+    retired: list[int] = []
+    with broker.client("worker") as worker, broker.client("completion") as completion:
+        attach(worker)
+
+        def step() -> bool:
+            worker.renew()
+            while (lease := worker.lease(sequences=64, tokens=1 << 20, kv_tokens=None)) is not None:
+                worker.computed(completions(ids_of(lease)))
+            while (rows := completion.pull_computed(rows=500)) is not None:
+                ids = rows.column("task_id")
+                assert completion.retire(ids, LANDED) == len(ids)
+                retired.extend(ids.to_pylist())
+            return worker.status().total.open_tasks == 0
+
+        eventually(step, within_s=15, what="the end of the backlog")
+    return retired
+
+
+def require_whole(broker: Broker, tasks: int, retired: list[int]) -> None:
+    assert len(set(retired)) == len(retired)
+    with broker.client("admin") as client:
+        total = client.status().total
+        assert (total.enqueued.tasks, total.retired.tasks) == (tasks, tasks)
+        total.require_balanced("everything")
+        assert client.verify().differences == []
+
+
+def test_a_submission_of_another_process_is_there_after_a_kill(broker: Broker) -> None:
+    producer = subprocess.run(
+        [sys.executable, "-c", PRODUCER, broker.settings.broker_endpoint, "3"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert producer.stdout.split() == ["120"], producer.stderr
+    broker.kill()
+    broker.start()
+    require_whole(broker, 120, finish_everything(broker))
+
+
+@pytest.mark.parametrize("batches_before_kill", [1, 4, 9])
+def test_a_kill_in_the_middle_of_a_submission_loses_and_doubles_nothing(
+    broker: Broker, batches_before_kill: int
+) -> None:
+    batches = [tasks_of([10 + i] * 40, seed=i) for i in range(10)]
+    header = submission_of(batches, 1)
+
+    def until_the_kill() -> Iterator[pa.RecordBatch]:
+        for i, batch in enumerate(batches):
+            if i == batches_before_kill:
+                broker.kill()
+            yield batch
+
+    with broker.client("producer") as client, pytest.raises(BrokerUnavailable):
+        client.submit(header, until_the_kill())
+    broker.start()
+    with broker.client("producer") as client:
+        before = client.submission(header.submission_id)
+        assert before is not None
+        assert not before.closed
+        after = client.submit(header, batches)
+        assert (after.enqueued, after.closed) == (400, True)
+    require_whole(broker, 400, finish_everything(broker))
+
+
+def test_a_producer_that_lost_the_answer_submits_again_and_nothing_is_doubled(
+    broker: Broker,
+) -> None:
+    """The broker dies at a random moment under a producer that only knows how to retry."""
+    producer = subprocess.Popen(
+        [sys.executable, "-c", PRODUCER, broker.settings.broker_endpoint, "200"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with broker.client("admin") as client:
+        eventually(
+            lambda: client.status().total.enqueued.tasks > 400, within_s=20, what="some batches"
+        )
+    broker.kill()
+    broker.start()
+    out, errors = producer.communicate(timeout=30)
+    assert out.split() == ["8000"], errors
+    with broker.client("admin") as client:
+        assert client.status().total.ready.tasks == 8000
+        assert client.verify().ok
+
+
+def test_work_in_hand_survives_a_kill_of_the_broker(broker: Broker, worker: BrokerClient) -> None:
+    batches = [tasks_of([20] * 30)]
+    submit(broker, submission_of(batches), batches)
+    first = worker.lease(sequences=10, tokens=1 << 20, kv_tokens=None)
+    second = worker.lease(sequences=10, tokens=1 << 20, kv_tokens=None)
+    assert first is not None
+    assert second is not None
+    assert worker.computed(completions(ids_of(first))).accepted == 10
+    broker.kill()
+    with pytest.raises(BrokerUnavailable):
+        worker.renew()
+    broker.start()
+    with pytest.raises(NotAttached):
+        worker.renew()
+    assert attach(worker, ids_of(second)) == tuple(sorted(ids_of(second)))
+    assert worker.computed(completions(ids_of(second))).accepted == 10
+    assert worker.computed(completions(ids_of(first))).duplicates == 10
+    require_whole(broker, 30, finish_everything(broker))
+
+
+def test_a_kill_between_pull_and_retire_brings_the_rows_again(
+    broker: Broker, worker: BrokerClient
+) -> None:
+    batches = [tasks_of([20] * 12)]
+    submit(broker, submission_of(batches), batches)
+    lease = worker.lease(sequences=12, tokens=1 << 20, kv_tokens=None)
+    assert lease is not None
+    worker.computed(completions(ids_of(lease)[:6]))
+    worker.computed(completions(ids_of(lease)[6:8], "refused"))
+    with broker.client("completion", "c") as completion:
+        before = completion.pull_computed(rows=100)
+        broker.kill()
+        broker.start()
+        after = completion.pull_computed(rows=100, wait_s=1)
+        assert before is not None
+        assert after is not None
+        assert after.equals(before)
+        good = [row["task_id"] for row in after.to_pylist() if row["status"] == "ok"]
+        bad = [row["task_id"] for row in after.to_pylist() if row["status"] == "refused"]
+        assert completion.retire(good, LANDED) == 6
+        assert completion.dead(pa.array(bad), BURIED) == 2
+        broker.kill()
+        broker.start()
+        assert completion.retire(good, LANDED) == 0
+        assert completion.pull_computed(rows=100) is None
+    with broker.client("admin") as client:
+        total = client.status().total
+        assert (total.retired.tasks, total.dead.tasks, total.open_tasks) == (6, 2, 4)
+
+
+def test_leases_of_a_worker_that_died_come_back(broker: Broker, worker: BrokerClient) -> None:
+    batches = [tasks_of([20] * 6)]
+    submit(broker, submission_of(batches), batches)
+    assert worker.lease(sequences=6, tokens=1 << 20, kv_tokens=None) is not None
+    require_whole(broker, 6, finish_everything(broker))
+    with broker.client("admin") as client:
+        assert client.status().counters["expired"] == 6
+
+
+def test_a_second_broker_on_the_journal_is_refused_by_name(broker: Broker) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "fabric_pipelines.broker"],
+        env={**os.environ, **broker.settings.as_environment()},
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+    )
+    assert second.returncode == 4
+    assert "a broker already runs on journal" in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+    with broker.client("admin") as client:
+        assert client.hello().protocol == 1
+
+
+def test_a_second_broker_on_the_socket_is_refused_though_its_journal_is_free(
+    broker: Broker, tmp_path: Path
+) -> None:
+    environ = {
+        **broker.settings.as_environment(),
+        "FABRIC_HOME": str(tmp_path / "other"),
+        "FABRIC_BROKER_URL": broker.settings.broker_endpoint,
+    }
+    second = subprocess.run(
+        [sys.executable, "-m", "fabric_pipelines.broker"],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+    )
+    assert second.returncode == 4
+    assert "another broker listens" in second.stderr
+
+
+def test_sigterm_ends_cleanly_even_under_an_open_upload(broker: Broker) -> None:
+    batches = [tasks_of([10] * 5, seed=i) for i in range(3)]
+    gone = threading.Event()
+
+    def held_open() -> Iterator[pa.RecordBatch]:
+        yield batches[0]
+        gone.wait(10)
+        yield batches[1]
+
+    def upload() -> None:
+        with broker.client("producer") as client, pytest.raises(TransientError):
+            client.submit(submission_of(batches), held_open())
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    with broker.client("admin") as client:
+        eventually(lambda: client.status().total.enqueued.tasks == 5, within_s=5, what="a batch")
+    code, errors = broker.end(signal.SIGTERM)
+    gone.set()
+    thread.join(10)
+    assert (code, errors) == (0, "")
+    assert not thread.is_alive()
+
+
+def test_bad_input_is_refused_with_its_type_and_journals_nothing(broker: Broker) -> None:
+    good = [tasks_of([10] * 5)]
+    with broker.client("producer") as client:
+        before = client.hello().durable_lsn
+        small = submission_of(good, 1, vocab_size=3)
+        with pytest.raises(SchemaError, match="the vocabulary ends at 2"):
+            client.submit(small, good)
+        state = client.submission(small.submission_id)
+        assert state is not None
+        assert state.enqueued == 0
+        assert client.hello().durable_lsn == before + 1  # the header of the submission alone
+        header = submission_of(good, 2)
+        client.submit(header, good)
+        with pytest.raises(SubmissionConflict, match="salt"):
+            client.submit(submission_of([tasks_of([9] * 5)], 2), good)
+        with pytest.raises(SubmissionConflict, match="declared"):
+            client.submit(submission_of([*good, *good], 3), good)
+
+
+def test_roles_are_held_to_what_they_may_do(broker: Broker, worker: BrokerClient) -> None:
+    batches = [tasks_of([20] * 2)]
+    submit(broker, submission_of(batches), batches)
+    lease = worker.lease(sequences=2, tokens=1 << 20, kv_tokens=None)
+    assert lease is not None
+    worker.computed(completions(ids_of(lease)))
+    with pytest.raises(Refused, match="'worker' may not settle"):
+        worker.retire(ids_of(lease), LANDED)
+    with broker.client("completion") as completion, pytest.raises(Refused, match="may not lease"):
+        completion.lease(sequences=1, tokens=1, kv_tokens=None)
+    with broker.client("stranger") as stranger, pytest.raises(Refused, match="stranger"):
+        stranger.hello()
+
+
+def test_the_producer_waits_until_the_last_task_has_ended(
+    broker: Broker, worker: BrokerClient
+) -> None:
+    batches = [tasks_of([20] * 10, new=0)]
+    header = submission_of(batches, sampling=EMBED)
+    submit(broker, header, batches)
+    with broker.client("producer") as client:
+        assert client.wait(header.submission_id, timeout_s=0.1).retired == 0
+        finisher = threading.Thread(target=finish_everything, args=(broker,))
+        finisher.start()
+        seen: list[int] = []
+        state = client.wait(
+            header.submission_id, timeout_s=20, on_progress=lambda s: seen.append(s.retired)
+        )
+        finisher.join(20)
+    assert state.finished
+    assert seen[-1] == 10
+
+
+def test_a_journal_at_its_mark_refuses_with_a_time_to_retry(broker: Broker) -> None:
+    broker.kill()
+    low = settings.load(
+        {"home": broker.settings.home, "segment_bytes": 1 << 20, "journal_high_water_bytes": 1}, {}
+    )
+    broker.settings = low
+    broker.start()
+    batches = [tasks_of([20] * 2)]
+    with broker.client("producer") as client, pytest.raises(Backpressure) as refused:
+        client.submit(submission_of(batches), batches)
+    assert refused.value.retry_after_s > 0
+
+
+def test_without_a_broker_the_error_says_so(tmp_path: Path) -> None:
+    endpoint = f"grpc+unix://{tmp_path / 'none.sock'}"
+    with (
+        BrokerClient(endpoint, role="producer", timeout_s=2) as client,
+        pytest.raises(BrokerUnavailable, match="fabric up"),
+    ):
+        client.hello()

@@ -1,0 +1,285 @@
+"""The broker against a dictionary: whatever happens in whatever order, with crashes, both agree on every task.
+
+The twin knows nothing of columns, accounts or logs. It keeps one small object per task, remembers what was
+committed, and goes back to that at a crash.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.ids import task_id
+from fabric_pipelines.ledger import Amount
+from fabric_pipelines.records.batch import Budget
+from tests.support_broker import EMBED, GENERATE, Bench, ids_of, submission_of, tasks_of
+
+SESSIONS = ("w1", "w2", "w3")
+ATTEMPTS_MAX = 2
+LEASE_S = 10.0
+
+
+@dataclass
+class TwinTask:
+    tokens: tuple[int, ...]
+    state: str = "ready"
+    attempts: int = 0
+    holder: str = ""
+    good: bool = False
+
+
+@dataclass
+class Twin:
+    tasks: dict[int, TwinTask] = field(default_factory=dict)
+    uploaded: dict[int, int] = field(default_factory=dict)  # rows of each submission
+
+    def ids(self, state: str, holder: str | None = None) -> list[int]:
+        return [
+            at
+            for at, task in self.tasks.items()
+            if task.state == state and holder in (None, task.holder)
+        ]
+
+
+def batches_of(mark: int) -> list[Any]:
+    """The content of submission `mark`: always the same, of one to three batches."""
+    sizes = [(mark * 7 + i * 5) % 6 + 1 for i in range(mark % 3 + 1)]
+    return [
+        tasks_of([(mark * 31 + i * 17 + j * 3) % 60 + 1 for j in range(size)], seed=mark * 10 + i)
+        for i, size in enumerate(sizes)
+    ]
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    @initialize()
+    def begin(self) -> None:
+        self.bench = Bench(Limits(lease_s=LEASE_S, attempts_max=ATTEMPTS_MAX))
+        self.twin = Twin()
+        self.attached: dict[str, float] = {}
+        self.grace_s = 0.0
+        self.commit()
+
+    def commit(self) -> None:
+        self.bench.owner.commit()
+        self.committed = copy.deepcopy(self.twin)
+
+    # -- producers
+
+    @rule(mark=st.integers(1, 5), until=st.integers(0, 3))
+    def upload(self, mark: int, until: int) -> None:
+        """Send a submission, or send it again, perhaps stopping after a few batches."""
+        batches = batches_of(mark)
+        header = submission_of(batches, mark, sampling=EMBED if mark % 2 else GENERATE)
+        self.bench.owner.open_submission(header)
+        first = 0
+        for batch in batches[:until]:
+            self.bench.upload(header, first, batch)
+            known = self.twin.uploaded.get(mark, 0)
+            for row in batch.to_pylist()[max(known - first, 0) :]:
+                self.twin.tasks[task_id(7, len(self.twin.tasks))] = TwinTask(tuple(row["tokens"]))
+            first += batch.num_rows
+            self.twin.uploaded[mark] = max(known, first)
+        if self.twin.uploaded.get(mark) == header.tasks:
+            assert self.bench.owner.close_submission(header.submission_id).closed
+        self.commit()
+
+    # -- consumers
+
+    @rule(name=st.sampled_from(SESSIONS), keep=st.integers(0, 3), data=st.data())
+    def attach(self, name: str, keep: int, data: st.DataObject) -> None:
+        """A session comes (back) and names some of what it held, some of what it never held, or nothing."""
+        held = self.twin.ids("leased", name) + self.twin.ids("in_doubt", name)
+        named = held[:: keep + 1] if keep < 3 else []
+        if self.twin.tasks:
+            named = [*named, data.draw(st.sampled_from(sorted(self.twin.tasks)))]
+        reply = self.bench.attach(name, held=named)
+        expected = []
+        for at in sorted(set(named)):
+            task = self.twin.tasks[at]
+            own = task.state in ("leased", "in_doubt") and task.holder == name
+            if own or task.state == "ready":
+                task.state, task.holder = "leased", name
+                expected.append(at)
+        for at in set(held) - set(named):
+            self.twin.tasks[at].state = "ready"
+        assert list(reply.accepted) == expected
+        assert set(reply.lost) == set(named) - set(expected)
+        self.attached[name] = self.bench.time.seconds + LEASE_S
+        self.commit()
+
+    @precondition(lambda self: self.attached)
+    @rule(
+        target=leases,
+        sequences=st.integers(1, 6),
+        tokens=st.integers(1, 200),
+        data=st.data(),
+        durable=st.booleans(),
+    )
+    def lease(self, sequences: int, tokens: int, data: st.DataObject, durable: bool) -> Any:
+        name = data.draw(st.sampled_from(sorted(self.attached)))
+        lease = self.bench.lease(name, Budget(sequences, tokens, None))
+        self.attached[name] = self.bench.time.seconds + LEASE_S
+        if lease is None:
+            assert self.twin.ids("ready") == []
+            return multiple()
+        ids = ids_of(lease)
+        rows = lease.tasks.to_pylist()
+        assert len(ids) <= sequences
+        cost = sum(lease.aligned_length or len(row["tokens"]) for row in rows)
+        assert cost <= tokens or len(ids) == 1
+        for row in rows:
+            task = self.twin.tasks[row["task_id"]]
+            assert task.state == "ready"
+            assert (tuple(row["tokens"]), row["attempts"]) == (task.tokens, task.attempts)
+            task.state, task.holder = "leased", name
+        if durable:
+            self.commit()
+        return (name, ids)
+
+    @rule(
+        lease=leases,
+        status=st.sampled_from(["ok", "ok", "refused", "failed"]),
+        reporter=st.sampled_from(["holder", *SESSIONS]),
+    )
+    def report(self, lease: tuple[str, list[int]], status: str, reporter: str) -> None:
+        """By the holder or by somebody else, for the first time or again, before or after the lease ran out."""
+        name, ids = lease
+        name = name if reporter == "holder" else reporter
+        ids = [at for at in ids if at in self.twin.tasks]
+        if not ids:
+            return
+        reply = self.bench.report(ids, status, name)
+        taken = 0
+        for at in ids:
+            task = self.twin.tasks[at]
+            open_states = (
+                ("leased", "in_doubt", "ready") if status == "ok" else ("leased", "in_doubt")
+            )
+            if task.holder != name or task.state not in open_states:
+                continue
+            taken += 1
+            if status == "failed":
+                task.attempts += 1
+            retry = status == "failed" and task.attempts < ATTEMPTS_MAX
+            task.state = "ready" if retry else "computed"
+            task.good = status == "ok"
+        assert reply.accepted == taken
+        assert reply.accepted + reply.duplicates + reply.late == len(ids)
+        self.commit()
+
+    @rule(lease=consumes(leases), attempted=st.booleans())
+    def nack(self, lease: tuple[str, list[int]], attempted: bool) -> None:
+        name, ids = lease
+        mine = [at for at in ids if at in self.twin.ids("leased", name)]
+        assert self.bench.owner.nack(name, np.array(ids), "test", attempted) == len(mine)
+        for at in mine:
+            task = self.twin.tasks[at]
+            task.attempts += attempted
+            task.state = "computed" if attempted and task.attempts >= ATTEMPTS_MAX else "ready"
+        self.commit()
+
+    # -- completion
+
+    @rule(rows=st.integers(1, 10))
+    def land(self, rows: int) -> None:
+        pulled = self.bench.owner.pull("c", rows)
+        if pulled is None:
+            return
+        good = [r["task_id"] for r in pulled.to_pylist() if r["status"] == "ok"]
+        bad = [r["task_id"] for r in pulled.to_pylist() if r["status"] != "ok"]
+        for ids, settle, state in (
+            (good, self.bench.retire, "retired"),
+            (bad, self.bench.bury, "dead"),
+        ):
+            if ids:
+                assert settle(ids) == len(ids)
+                assert settle(ids) == 0
+            for at in ids:
+                assert self.twin.tasks[at].state == "computed"
+                assert self.twin.tasks[at].good == (state == "retired")
+                self.twin.tasks[at].state = state
+        self.commit()
+
+    @rule(rows=st.integers(1, 4))
+    def pull_and_forget(self, rows: int) -> None:
+        self.bench.pull(rows)
+        self.bench.owner.release_pulled("c")
+        self.commit()
+
+    # -- the world
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.bench.time.seconds += seconds
+        now = self.bench.time.seconds
+        sizes = {k: v.open for k, v in self.bench.owner.core.state.leases.items()}
+        index = self.bench.owner.core.state.index
+        for name in [n for n, deadline in self.attached.items() if deadline < now]:
+            del self.attached[name]
+            for at in self.twin.ids("leased", name):
+                task = self.twin.tasks[at]
+                alone = sizes[int(index.lease[at & ((1 << 40) - 1)])] == 1
+                task.attempts += alone
+                task.state = "computed" if alone and task.attempts >= ATTEMPTS_MAX else "ready"
+        if now >= self.grace_s:
+            for at in self.twin.ids("in_doubt"):
+                self.twin.tasks[at].state = "ready"
+        self.bench.owner.tick()
+        self.commit()
+
+    @rule()
+    def crash(self) -> None:
+        self.bench.crash()
+        self.twin = copy.deepcopy(self.committed)
+        for at in self.twin.ids("leased"):
+            self.twin.tasks[at].state = "in_doubt"
+        self.attached = {}
+        self.grace_s = self.bench.time.seconds + LEASE_S
+        self.commit()
+
+    # -- what must hold
+
+    @invariant()
+    def the_ledger_is_that_of_the_twin(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        total = self.bench.owner.core.state.total()
+        total.require_balanced("everything")
+        for state in ("ready", "leased", "computed", "in_doubt", "retired", "dead"):
+            ids = self.twin.ids(state)
+            lengths = [len(self.twin.tasks[at].tokens) for at in ids]
+            expected = Amount.of(np.array(ids, np.int64), np.array(lengths, np.int64))
+            assert getattr(total, state) == expected, state
+        assert self.bench.owner.core.stranded() == []
+        assert self.bench.owner.core.state.audit() == []
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            assert self.bench.owner.verify().differences == []
+
+
+TestBroker = BrokerMachine.TestCase
+TestBroker.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

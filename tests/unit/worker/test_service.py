@@ -1,0 +1,93 @@
+"""Before the first lease: manifest, profile and device must agree; a long step keeps its leases."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fabric_pipelines.errors import BrokerUnavailable, ManifestRefused
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.testing.scripted_engine import ScriptedEngine
+from fabric_pipelines.worker.pulse import Pulse
+from fabric_pipelines.worker.service import require_manifest, run_worker
+from tests.support import eventually
+
+
+def test_a_whole_manifest_that_fits_profile_and_device_is_accepted() -> None:
+    engine = ScriptedEngine()
+    require_manifest(engine, "cpu:0")
+    assert not engine.opened, "reading a manifest touches no device"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_batch_size", 2), ("max_num_tokens", 32), ("world_size", 2), ("version", "")],
+)
+def test_a_manifest_that_contradicts_is_refused_with_the_fields_name(
+    field: str, value: object
+) -> None:
+    engine = ScriptedEngine(profile=Profile(4, 64, 256, 64))
+    engine.manifest = replace(engine.manifest, **{field: value})
+    with pytest.raises(ManifestRefused) as refusal:
+        require_manifest(engine, "cpu:0")
+    assert field in refusal.value.fields
+    assert field in str(refusal.value)
+
+
+def test_an_engine_on_a_device_of_another_kind_is_refused(home_settings: Settings) -> None:
+    engine = ScriptedEngine()
+    with pytest.raises(ManifestRefused, match="must be cpu, not cuda:0"):
+        run_worker(engine, home_settings, device="cuda:0")
+    assert not engine.opened
+
+
+def test_an_engine_whose_fingerprint_changes_on_opening_leases_nothing(
+    home_settings: Settings, tmp_path: Path
+) -> None:
+    class Changeling(ScriptedEngine):
+        def open(self) -> None:
+            super().open()
+            self.fingerprint = "f" * 64
+
+    engine = Changeling()
+    with pytest.raises(ManifestRefused, match="changed its fingerprint"):
+        run_worker(engine, home_settings, device="cpu:0")
+    assert not engine.opened, "a refused engine is closed again"
+    assert engine.seen == []
+
+
+class Beats:
+    """Counts renewals; the first `failures` of them find no broker."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.count = 0
+        self.threads: set[int] = set()
+
+    def renew(self) -> None:
+        self.count += 1
+        self.threads.add(threading.get_ident())
+        if self.count <= self.failures:
+            raise BrokerUnavailable("no broker")
+
+
+def test_a_long_step_keeps_its_leases_through_a_client_of_its_own_thread() -> None:
+    beats = Beats(failures=1)
+    with Pulse(
+        lambda: beats, last_turn_s=lambda: 0.0, now_s=lambda: 10.0, heartbeat_s=0.01, stall_s=60
+    ):
+        eventually(lambda: beats.count >= 3, within_s=10, what="three renewals")
+    assert beats.threads != {threading.get_ident()}
+    assert len(beats.threads) == 1
+
+
+@pytest.mark.parametrize(("age_s", "needed"), [(0.5, False), (5.0, True), (61.0, False)])
+def test_the_pulse_beats_only_for_a_loop_that_is_busy_and_not_for_one_that_is_stuck(
+    age_s: float, needed: bool
+) -> None:
+    pulse = Pulse(Beats, last_turn_s=lambda: 0.0, now_s=lambda: age_s, heartbeat_s=1, stall_s=60)
+    assert pulse.is_needed() is needed
