@@ -86,7 +86,7 @@ def test_a_folder_that_this_user_may_not_write_is_one_sentence(
     open_root.chmod(0o755)
     build(store, open_root)
     (open_root / "notes").chmod(0o555)
-    with as_nobody(), pytest.raises(StorageFailed, match="cannot (lock|create)"):
+    with as_nobody(), pytest.raises(StorageFailed, match=r"cannot (lock|create)"):
         build(store, open_root)
     with as_nobody():
         assert shards.scrub(store, open_root, "notes").ok
