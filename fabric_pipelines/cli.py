@@ -219,8 +219,9 @@ def up(
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    chosen = {"engines": tuple(engine)} if engine else {}
-    _emit(_plain(supervise.up(settings, ui=ui, foreground=foreground, **chosen)), as_json)
+    engines = tuple(engine) if engine else supervise.DEFAULT_ENGINES
+    report = supervise.up(settings, ui=ui, engines=engines, foreground=foreground)
+    _emit(_plain(report), as_json)
 
 
 @app.command()

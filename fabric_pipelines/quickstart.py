@@ -283,7 +283,7 @@ def _report(
         recall_at_10=float(issued[f"recall_at_{RECALL_AT}"]),
         seconds=time.monotonic() - started_s,
         tokens_per_s=(tokens_in + tokens_out) / span_s if span_s else 0.0,
-        padding_waste=_padding_waste(published),
+        padding_waste=_padding_waste(status, tokens_out),
         model_pull_seconds=pull_s,
         verifier_pass_rate=float(synthetic["verifier_pass_rate"]),
         probe_accuracy=float(probes["best_accuracy"]),
@@ -327,10 +327,7 @@ def _short(text: str, width: int = 60) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def _padding_waste(published: Sequence[Mapping[str, Any]]) -> float:
-    """Over all results, from each one's padding share and its prompt tokens."""
-    tokens = sum(float(item["tokens_in"]) for item in published)
-    padded = sum(
-        float(item["tokens_in"]) / (1 - float(item["padding_ratio"])) for item in published
-    )
-    return 1 - tokens / padded if padded else 0.0
+def _padding_waste(status: BrokerStatus, tokens_out: int) -> float:
+    """From what engines reported: padding over padding and tokens of everything retired in this journal."""
+    padding = status.counters["computed_padded_tokens"]
+    return padding / max(padding + status.total.retired.tokens + tokens_out, 1)

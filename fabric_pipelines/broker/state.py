@@ -112,6 +112,7 @@ class State:
         self.submission_tasks = np.zeros((STATES + 1, 16), np.int64)
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
+        self.computed_padded_tokens = 0  # as engines reported it, over everything computed
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
@@ -241,6 +242,7 @@ class State:
     def _computed(self, fact: Computed, lsn: int, effects: Effects) -> None:
         frame = self.index.done_frames.count
         self.index.done_frames.append(lsn)
+        self.computed_padded_tokens += fact.padded_tokens
         again = fact.verdicts == Verdict.RETRY
         back, done = fact.tasks[again], fact.tasks[~again]
         self._end_lease(fact.tasks)
@@ -387,7 +389,8 @@ class State:
         found = self.index.differences(other.index)
         names = [lane.name for lane in max(self.lanes, other.lanes, key=len)]
         found += self.accounts.differences(other.accounts, names)
-        for what in ("sessions", "reasons", "next_lease", "frames", "engines"):
+        plain = ("sessions", "reasons", "next_lease", "frames", "engines", "computed_padded_tokens")
+        for what in plain:
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 found.append(f"{what} are {mine}, the log gives {theirs}")

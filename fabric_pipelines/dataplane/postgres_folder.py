@@ -32,10 +32,9 @@ def initialise(data: Path, binaries: PostgresBinaries, *, durable: bool, say: Sa
     login = _initdb_user()
     make_folder(data.parent)
     with _beside(data) as fresh:
-        os.chown(fresh, login.pw_uid, login.pw_gid)
         inner = fresh / "data"
         inner.mkdir(mode=0o700)
-        os.chown(inner, login.pw_uid, login.pw_gid)
+        _give(fresh, login.pw_uid)
         _run_initdb(binaries, inner, durable=durable)
         if os.geteuid() == 0:
             _give(inner, SERVER_UID)
@@ -95,8 +94,17 @@ def _initdb_user() -> pwd.struct_passwd:
 
 
 def _give(folder: Path, uid: int) -> None:
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, uid, uid, follow_symlinks=False)
+    """Make `uid` the owner of all of it; nothing to do for an ordinary user, who owns it already."""
+    if uid == os.geteuid():
+        return
+    try:
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, uid, uid, follow_symlinks=False)
+    except OSError as fault:
+        raise SettingsError(
+            f"Postgres refuses to run as root, and this root may not hand files to user {uid} "
+            f"({fault.strerror}): run as an ordinary user, or set FABRIC_PG_URL"
+        ) from fault
 
 
 # Started as root, this small program gives up root, asks the kernel to end it with its parent (SIGINT is

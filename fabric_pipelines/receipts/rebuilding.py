@@ -26,10 +26,10 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ContentHash, ReceiptRow, SourceRows
+from fabric_pipelines.dataplane.vectors import ReceiptRow, SourceRows
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
 from fabric_pipelines.receipts.quality import K, sample
-from fabric_pipelines.receipts.source_check import moved_rows, place_differences
+from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.building import full_recipe
@@ -78,7 +78,7 @@ def rebuild(
     original, damage = _original(store, root, row)
     spec = _spec(receipt, overrides or {}, original)
     rows = store.read_source(source_of(receipt.source))
-    moved = rows.state.content != ContentHash.from_json(receipt.source)
+    moved = rows.state.content != content_then(receipt.source)
     recipe = full_recipe(_given(receipt.recipe), spec)
     differences = [
         *damage,

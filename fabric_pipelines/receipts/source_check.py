@@ -33,15 +33,23 @@ def source_differences(
 ) -> Iterator[Difference]:
     """`fields` is a receipt's source; `shard` the generation built from it, None when it cannot be read."""
     try:
-        source = source_of(fields)
+        source, then = source_of(fields), content_then(fields)
         state = store.source_state(source)
     except SchemaError as fault:
         yield Difference("source", str(fields.get("relation")), "unreadable", str(fault))
         return
     yield from place_differences(fields, state)
-    if state.content == ContentHash.from_json(fields):
+    if state.content == then:
         return
     yield from moved_rows(store.read_source(source), fields, shard)
+
+
+def content_then(fields: Mapping[str, Any]) -> ContentHash:
+    """The content hash that was written down. SchemaError when it is none."""
+    try:
+        return ContentHash.from_json(fields)
+    except (KeyError, TypeError, ValueError) as fault:
+        raise SchemaError(f"the source's content hash cannot be read: {fault}") from fault
 
 
 def place_differences(fields: Mapping[str, Any], state: SourceState) -> Iterator[Difference]:
@@ -60,7 +68,7 @@ def moved_rows(
     rows: SourceRows, fields: Mapping[str, Any], shard: Shard | None
 ) -> Iterator[Difference]:
     """Compare what was read now with what the receipt says, by bucket, then by row."""
-    then = ContentHash.from_json(fields)
+    then = content_then(fields)
     buckets = then.moved_buckets(rows.state.content)
     relation = fields["relation"]
     if shard is None:

@@ -62,8 +62,9 @@ def find(store: VectorStore, receipt_id: str) -> ReceiptRow:
 
 
 def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Difference]:
-    predicate = row.statement.get("predicate", {})
-    yield from _self_differences(row, predicate)
+    predicate = _mapping(row.statement.get("predicate"))
+    changed = list(_self_differences(row, predicate))
+    yield from changed
     published = store.current_generation(row.shard, row.generation)
     generation = None
     if published is None:
@@ -87,11 +88,18 @@ def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Di
         yield from damage
         yield from _logical_differences(generation, {found.what for found in damage})
         shard = None if damage else Shard(generation)
+    # A receipt that was changed says nothing about the source; the published manifest still does.
+    intact = not any(found.what == "receipt_id" for found in changed)
+    fields = predicate.get("source") if intact else generation and generation.manifest.source
     try:
-        yield from source_differences(store, predicate.get("source", {}), shard)
+        yield from source_differences(store, _mapping(fields), shard)
     finally:
         if shard is not None:
             shard.close()
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _self_differences(row: ReceiptRow, predicate: Mapping[str, Any]) -> Iterator[Difference]:
@@ -117,7 +125,7 @@ def _self_differences(row: ReceiptRow, predicate: Mapping[str, Any]) -> Iterator
 
 
 def _row_differences(predicate: Mapping[str, Any], row: GenerationRow) -> Iterator[Difference]:
-    said = predicate.get("outputs", {})
+    said = _mapping(predicate.get("outputs"))
     for name in ("generation", "token", "manifest_sha256"):
         yield from field_differences(
             f"outputs.{name}",

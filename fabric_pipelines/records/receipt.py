@@ -82,9 +82,9 @@ class Receipt:
                 predicate["recipe"],
                 predicate["outputs"],
                 tuple(predicate["parents"]),
-                predicate["quality"],
+                dict(predicate["quality"]),
             )
-        except (KeyError, TypeError) as fault:
+        except (KeyError, TypeError, ValueError) as fault:
             raise SchemaError(f"not a receipt statement: {fault}") from fault
         if receipt.receipt_id != predicate.get("receipt_id"):
             raise SchemaError(

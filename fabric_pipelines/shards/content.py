@@ -113,16 +113,17 @@ def content_of(
             f"{rows.state.source.relation} has no row that can be indexed "
             f"({len(rows.ids)} read, all quarantined): check the submission and the filter"
         )
-    xb, ids = vectors[good], rows.ids[good]
-    columns = _columns(rows)
-    if columns is not None:
-        columns = columns.filter(pa.array(good))
+    xb, ids, columns = vectors, rows.ids, _columns(rows)
+    if not good.all():
+        xb, ids = vectors[good], rows.ids[good]
+        columns = None if columns is None else columns.filter(pa.array(good))
     lists = _cut(xb, ids, spec, beat)
     beat()
-    blocks = _blocks(xb[lists.order], ids[lists.order], columns, lists, spec.lists_per_block)
+    xb, ids = xb[lists.order], ids[lists.order]
+    blocks = _blocks(xb, ids, columns, lists, spec.lists_per_block)
     whole = [
         ("centroids", array_block("centroids", lists.centroids)),
-        ("marks", array_block("marks", _marks(xb[lists.order], ids[lists.order], lists.indptr))),
+        ("marks", array_block("marks", _marks(xb, ids, lists.indptr))),
         ("quarantine_ids", array_block("quarantine", rows.ids[~good])),
         ("quarantine_vectors", array_block("quarantine", vectors[~good])),
     ]

