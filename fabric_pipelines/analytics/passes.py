@@ -31,7 +31,9 @@ from fabric_pipelines.analytics.sweeps import Sweeps
 COINCIDENT = (
     1e-12  # centroids closer than this share of the longest one are one point: rounding decides
 )
-TILE_VALUES = 1 << 20  # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to BLAS thread barriers
+TILE_VALUES = (
+    1 << 20
+)  # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to BLAS thread barriers
 MARGIN_NARROW = 0.05  # a row whose margin is below this sits on a border (metric 22)
 
 

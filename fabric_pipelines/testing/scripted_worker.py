@@ -19,9 +19,12 @@ from fabric_pipelines.worker.service import log_to_stderr, print_report, run_wor
 
 
 def engine_from(fields: dict[str, Any]) -> ScriptedEngine:
-    script = Script(**fields.pop("script", {}))
-    script.failed_rows = frozenset(script.failed_rows)
-    script.refused_rows = frozenset(script.refused_rows)
+    script = Script(
+        **{
+            name: frozenset(value) if name.endswith("_rows") else value
+            for name, value in fields.pop("script", {}).items()
+        }
+    )
     if "profile" in fields:
         fields["profile"] = Profile(*fields["profile"])
     return ScriptedEngine(script=script, **fields)
