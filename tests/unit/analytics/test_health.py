@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,3 +353,11 @@ def test_every_spec_is_complete_and_numbered_once() -> None:
     assert len({spec.number for spec in METRICS.values()}) == len(METRICS) >= 10
     for spec in METRICS.values():
         assert all(spec.as_json()[key] not in ("", None) for key in ("formula", "range", "source"))
+
+
+def test_the_page_on_analytics_lists_every_metric_with_its_policy() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "analytics.md").read_text()
+    for spec in METRICS.values():
+        row = next(line for line in page.splitlines() if f"| `{spec.name}` |" in line)
+        assert row.startswith(f"| {spec.number} |")
+        assert f"| {' / '.join(spec.sizes)} | {spec.pass_name} |" in row
