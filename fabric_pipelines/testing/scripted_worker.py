@@ -19,12 +19,11 @@ from fabric_pipelines.worker.service import log_to_stderr, print_report, run_wor
 
 
 def engine_from(fields: dict[str, Any]) -> ScriptedEngine:
-    script = Script(
-        **{
-            name: frozenset(value) if name.endswith("_rows") else value
-            for name, value in fields.pop("script", {}).items()
-        }
-    )
+    asked: dict[str, Any] = fields.pop("script", {})
+    rows: dict[str, Any] = {
+        name: frozenset(value) for name, value in asked.items() if name.endswith("_rows")
+    }
+    script = Script(**{**asked, **rows})
     if "profile" in fields:
         fields["profile"] = Profile(*fields["profile"])
     return ScriptedEngine(script=script, **fields)
