@@ -210,9 +210,12 @@ def quickstart(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.quickstart import run
 
     with _board() as board:
-        report = _plain(run(_settings(ctx), progress=board))
-    _emit(report, as_json)
-    if report.get("dead"):
+        report = run(_settings(ctx), progress=board)
+    if as_json:
+        _emit(report.as_json(), as_json)
+    else:
+        sys.stdout.write(report.summary() + "\n")
+    if report.dead:
         raise typer.Exit(PARTIAL)
 
 
