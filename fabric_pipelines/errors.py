@@ -28,6 +28,7 @@
         ├── StorageFailed           a write or fsync failed, a disk is full or read-only
         ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
         ├── EngineFailed            the engine itself failed; the batch is nacked
+        ├── StartFailed             a process of `fabric up` did not come up; carries its last log lines
         └── Interrupted             the user stopped it; says what was kept (exit code 130)
 
 Only the class decides whether something may be retried. Every message names the thing and the remedy
@@ -168,6 +169,10 @@ class CorruptionFound(TerminalError):
 
 
 class EngineFailed(TerminalError):
+    pass
+
+
+class StartFailed(TerminalError):
     pass
 
 

@@ -65,6 +65,7 @@ __all__ = [
 ]
 
 UPLOADS_OUTSTANDING = 4
+UPLOAD_BYTES = 4 << 20
 SLOW_CALL_S = 600.0
 # gRPC backs off for up to two minutes after failures, and shares that state between channels of a process.
 CHANNEL_OPTIONS = [
@@ -342,12 +343,14 @@ def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
 
 
 def _from_row(batches: Iterable[pa.RecordBatch], row: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(first row, batch) of what lies at or after `row`."""
+    """(first row, batch) of what lies at or after `row`, in pieces of about UPLOAD_BYTES at most."""
     first = 0
     for batch in batches:
-        skip = min(max(row - first, 0), batch.num_rows)
-        if skip < batch.num_rows:
-            yield first + skip, batch.slice(skip)
+        start = min(max(row - first, 0), batch.num_rows)
+        rows = max(1, batch.num_rows * UPLOAD_BYTES // max(batch.nbytes, 1))
+        while start < batch.num_rows:
+            yield first + start, batch.slice(start, rows)
+            start += rows
         first += batch.num_rows
 
 

@@ -53,6 +53,7 @@ from fabric_pipelines.errors import (
     BalanceBroken,
     NotAttached,
     SchemaError,
+    SettingsError,
     SubmissionConflict,
     UsageError,
 )
@@ -88,6 +89,12 @@ class Limits:
     lease_s: float = 30.0
     attempts_max: int = 3
     computed_high_water: int = 100_000
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.attempts_max <= 255:
+            raise SettingsError(f"attempts_max is {self.attempts_max}; it must be in 1..255")
+        if self.lease_s <= 0:
+            raise SettingsError(f"lease_ms is {self.lease_s * 1000:g}; it must be positive")
 
 
 @dataclass(slots=True)
@@ -461,6 +468,11 @@ class Core:
             ready=0 if engine is None else int(self.state.engine_ready[engine]),
         )
 
+    def forgive(self, seconds: float) -> None:
+        """The broker itself was busy for so long: that is no session's fault."""
+        for session in self.sessions.values():
+            session.deadline_s += seconds
+
     def _extend(self, session: Session, now_s: float) -> None:
         session.deadline_s = now_s + self.limits.lease_s
 
@@ -528,8 +540,8 @@ class Core:
         self.counters["late_acks"] += len(tasks) - len(ours)
         if not len(ours):
             return [], 0
-        fact = self._expired(name, ours, reason) if attempted else _returned(name, reason, ours)
-        return [fact], len(ours)
+        verdicts = self._blamed(ours) if attempted else None
+        return [_returned(name, reason, ours, verdicts)], len(ours)
 
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
@@ -546,21 +558,23 @@ class Core:
             held = self._held_by(session.name)
             if len(held):
                 reason = f"session {session.name} did not renew its lease"
-                facts.append(self._expired(session.name, held, reason))
+                blamed = self._blamed(held)
+                facts.append(_returned(session.name, reason, held, blamed, expired=True))
         if now_s >= self._grace_s and self.state.accounts.in_state(IN_DOUBT):
             doubtful = self.state.in_state(IN_DOUBT)
             reason = "not claimed within the lease time after a restart"
             facts.append(_returned("", reason, doubtful, expired=True))
         return facts
 
-    def _expired(self, name: str, held: Sequences, reason: str) -> Returned:
-        """An attempt is counted only for a task that was alone in its lease; the others come back in halves."""
+    def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
+        """An attempt is counted only for a task that was alone in its lease, and only in the oldest lease, the
+        one that ran: what waited behind it is not to blame. The others come back in halves."""
         leases = self.state.index.lease[held]
         _, inverse, sizes = np.unique(leases, return_inverse=True, return_counts=True)
-        alone = (sizes[inverse] == 1) & (leases >= 0)
+        oldest = leases.min(initial=np.iinfo(leases.dtype).max, where=leases >= 0)
+        alone = (sizes[inverse] == 1) & (leases == oldest)
         blamed = self._verdicts(held, np.full(len(held), 2, np.int32))
-        verdicts = np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
-        return _returned(name, reason, held, verdicts, expired=True)
+        return np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
 
     # -- completion
 
@@ -618,7 +632,7 @@ class Core:
         return [LanesStepped(np.array(rows, np.int64))] if rows else []
 
     def _due_step(self, lane: Lane) -> Step:
-        if not all(self.state.submissions[at].closed for at in lane.producers):
+        if lane.producers:
             return lane.step
         tasks = self.state.accounts.tasks[:, lane.index]
         left = int(tasks[0] - tasks[RETIRED + 1] - tasks[DEAD + 1])
@@ -664,6 +678,8 @@ def _returned(
     *,
     expired: bool = False,
 ) -> Returned:
+    """`verdicts` are given for work that had started; without them nothing is blamed."""
+    started = verdicts is not None
     if verdicts is None:
         verdicts = np.full(len(tasks), Verdict.RETURNED, np.uint8)
-    return Returned(name, reason[:256], expired, tasks, verdicts)
+    return Returned(name, reason[:256], expired, started, tasks, verdicts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ T = TypeVar("T")
 GROUP_MAX = 256
 DIRTY_WAIT_S = 0.005
 IDLE_WAIT_S = 0.1
+BUSY_S = 0.5
 
 
 class Rank(IntEnum):
@@ -102,6 +104,7 @@ class Desk(threading.Thread):
 
     def _serve(self, group: list[_Request]) -> None:
         owner = self._owner
+        begin_s = time.monotonic()
         self._waiting = []
         for request in sorted(group, key=lambda item: item.rank):
             try:
@@ -113,6 +116,8 @@ class Desk(threading.Thread):
                     self._waiting.append((request, result))
                 else:
                     request.answer.set_result(result)
+        if (busy_s := time.monotonic() - begin_s) > BUSY_S:
+            owner.core.forgive(busy_s)
         owner.tick()
         if self._waiting:
             owner.commit()

@@ -137,16 +137,17 @@ class Computed:
 @dataclass(frozen=True, slots=True)
 class Returned:
     """Tasks that left their lease without a result, and why. `verdicts` are RETURNED, RETRY or FAILED.
-    `expired` tells a lease that ran out from one that was given back."""
+    `expired` tells a lease that ran out from one that was given back, `started` that its work may be to blame."""
 
     session: str
     reason: str
     expired: bool
+    started: bool
     tasks: Sequences
     verdicts: Bytes8
 
     def encode(self) -> list[Part]:
-        head = {"session": self.session, "reason": self.reason}
+        head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
 
 

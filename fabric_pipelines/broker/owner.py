@@ -188,7 +188,11 @@ class Owner:
                 for lane in state.lanes
             ],
             total=state.total(),
-            counters={**core.counters, "fsyncs": self.fsyncs},
+            counters={
+                **core.counters,
+                "computed_padded_tokens": state.computed_padded_tokens,
+                "fsyncs": self.fsyncs,
+            },
             journal={
                 "journal_id": self.journal.journal_id,
                 "incarnation": self.journal.incarnation,

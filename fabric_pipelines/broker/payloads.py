@@ -99,13 +99,13 @@ class Payloads:
         return rows.set_column(at, rows.schema.field(at), pa.array(counted))
 
     def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
-        """Tasks whose last lease ran out: nobody reported them, so the broker says why they are dead."""
+        """Tasks whose last attempt nobody reported: the broker itself says why they are dead."""
         index, count = self._state.index, len(tasks)
         given = self._gather(*index.locate(tasks))
         engines = [
             self._state.submissions[at].header.engine for at in index.submission[tasks].tolist()
         ]
-        texts = [clip_error_text(self._state.reasons.get(task, "")) for task in tasks.tolist()]
+        reasons = [self._state.reasons[task] for task in tasks.tolist()]
         columns: dict[str, Any] = {
             "task_id": self._state.task_ids(tasks),
             "source_row": given.column("source_row"),
@@ -113,8 +113,8 @@ class Payloads:
             "finish_reason": ["error"] * count,
             "prompt_tokens": index.prompt[tasks].astype(np.uint32),
             "padded_tokens": np.zeros(count, np.uint32),
-            "error_code": ["LeaseExpired"] * count,
-            "error_text": texts,
+            "error_code": [code for code, _ in reasons],
+            "error_text": [clip_error_text(text) for _, text in reasons],
             "attempts": index.attempts[tasks],
             "engine": engines,
             "engine_fingerprint": [""] * count,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fabric_pipelines.broker.replies import SubmissionState, as_json
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
+from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
@@ -102,6 +104,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         if role not in allowed:
             raise Refused(f"role {role!r} may not {name}: only {', '.join(sorted(allowed))} may")
         try:
+            canonical_json(head)  # what has no canonical form cannot become a fact
             return act(head, parts)
         except (KeyError, TypeError, ValueError, IndexError) as fault:
             raise UsageError(
@@ -225,8 +228,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         """One submission: its header is the descriptor's command, then numbered batches. The first answer is
         the submission as it stands, so that a producer can go on where an earlier one stopped."""
         try:
-            header = Submission.from_json(descriptor.command or b"")
-            sampling_kind(header.sampling)
+            header = _header(descriptor.command)
             state = self._desk.ask(
                 lambda owner: owner.open_submission(header), Rank.ENQUEUE
             ).result()
@@ -307,6 +309,8 @@ def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
             raise SchemaError(
                 'a task batch needs app_metadata {"first_row": n, "crc32c": [6 numbers]}'
             ) from fault
+        if first_row < 0:
+            raise UsageError(f"a task batch cannot begin at row {first_row}")
         batch = chunk.data
         require_task_batch(batch, vocab_size=header.vocab_size)
         if column_checksums(batch) != sums:
@@ -324,6 +328,25 @@ def _answer(writer: Any, answer: SubmissionState | FabricError) -> None:
         writer.write(json.dumps(head).encode())
     except (flight.FlightError, pa.ArrowException, OSError):
         return
+
+
+def _header(command: bytes | None) -> Submission:
+    """The submission header, every field of its type."""
+    header = Submission.from_json(command or b"")
+    for item in fields(Submission):
+        wanted = _HEADER_TYPES[str(item.type)]
+        value = getattr(header, item.name)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise UsageError(f"submission field {item.name} is {value!r}; it must be {item.type}")
+    sampling_kind(header.sampling)
+    try:
+        canonical_json(asdict(header))
+    except ValueError as fault:
+        raise UsageError(f"submission header has no canonical JSON: {fault}") from fault
+    return header
+
+
+_HEADER_TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict, "Mapping[str, str]": dict}
 
 
 def _session(head: Head) -> str:

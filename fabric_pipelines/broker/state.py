@@ -112,11 +112,12 @@ class State:
         self.submission_tasks = np.zeros((STATES + 1, 16), np.int64)
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
+        self.computed_padded_tokens = 0  # as engines reported it, over everything computed
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
         self.next_lease = 1
-        self.reasons: dict[int, str] = {}  # of tasks that died without a report of their own
+        self.reasons: dict[int, tuple[str, str]] = {}  # of tasks whose last attempt nobody reported
         self.engines: dict[str, int] = {}
         self.engine_ready = np.zeros(8, np.int64)
         self.lane_engine = Growing(np.int32)
@@ -144,7 +145,7 @@ class State:
         elif isinstance(fact, SubmissionOpened):
             self._opened(fact)
         elif isinstance(fact, SubmissionClosed):
-            self.by_submission[fact.submission_id].closed = True
+            self._closed(fact)
         elif isinstance(fact, Started):
             self._started()
         elif isinstance(fact, LanesStepped):
@@ -162,6 +163,12 @@ class State:
             self.retired_tokens = np.pad(self.retired_tokens, (0, len(self.retired_tokens)))
             self.output_tokens = np.pad(self.output_tokens, (0, len(self.output_tokens)))
 
+    def _closed(self, fact: SubmissionClosed) -> None:
+        record = self.by_submission[fact.submission_id]
+        record.closed = True
+        for at in record.lanes:
+            self.lanes[at].producers.discard(record.index)
+
     def _enqueued(
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
@@ -178,7 +185,8 @@ class State:
         lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
         index = self.index
         index.lane[new], index.submission[new] = lanes, record.index
-        index.prompt[new], index.new[new] = columns.prompt, columns.new
+        index.prompt[new] = columns.prompt
+        index.new[new] = np.minimum(columns.new, np.iinfo(np.int32).max)
         index.key[new] = columns.key
         self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
         np.add.at(self.engine_ready, self.lane_engine.view[lanes], 1)
@@ -234,6 +242,7 @@ class State:
     def _computed(self, fact: Computed, lsn: int, effects: Effects) -> None:
         frame = self.index.done_frames.count
         self.index.done_frames.append(lsn)
+        self.computed_padded_tokens += fact.padded_tokens
         again = fact.verdicts == Verdict.RETRY
         back, done = fact.tasks[again], fact.tasks[~again]
         self._end_lease(fact.tasks)
@@ -256,16 +265,17 @@ class State:
         dead = verdicts == Verdict.FAILED
         self._move(tasks[dead], (LEASED, IN_DOUBT), COMPUTED, "EXPIRE or NACK")
         self.index.verdict[tasks[dead]] = Verdict.FAILED
-        self.reasons.update((int(task), fact.reason) for task in tasks[dead])
+        code = "LeaseExpired" if fact.expired else "GivenBack"
+        self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
         back, leases = tasks[~dead], leases[~dead]
         self._move(back, (LEASED, IN_DOUBT), READY, "EXPIRE or NACK")
         in_doubt = leases < 0
         effects.runs += self.runs_of(back[in_doubt])
-        self._pieces(back[~in_doubt], leases[~in_doubt], fact.expired, effects)
+        self._pieces(back[~in_doubt], leases[~in_doubt], fact.started, effects)
 
     def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
-        """By lease and lane, in prefix order. A lease that ran out may hold a task that
+        """By lease and lane, in prefix order. Work that had started may hold a task that
         kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
         lanes = self.index.lane[tasks]
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
@@ -379,7 +389,8 @@ class State:
         found = self.index.differences(other.index)
         names = [lane.name for lane in max(self.lanes, other.lanes, key=len)]
         found += self.accounts.differences(other.accounts, names)
-        for what in ("sessions", "reasons", "next_lease", "frames", "engines"):
+        plain = ("sessions", "reasons", "next_lease", "frames", "engines", "computed_padded_tokens")
+        for what in plain:
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 found.append(f"{what} are {mine}, the log gives {theirs}")

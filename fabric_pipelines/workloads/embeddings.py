@@ -103,10 +103,12 @@ def near_duplicates(
     vectors: npt.NDArray[np.float32],
     neighbours: npt.NDArray[np.int64],
 ) -> NearDuplicates:
-    """`vectors` [rows, dim], unit length, row i being corpus row source_rows[i]; `neighbours` [rows, k]: the
+    """`vectors` [rows, dim], row i being corpus row source_rows[i]; `neighbours` [rows, k]: the
     corpus rows nearest to row i, itself left out."""
     position = {int(row): at for at, row in enumerate(source_rows)}
     corpus = verses()
+    wide = vectors.astype(np.float64)
+    unit = wide / np.linalg.norm(wide, axis=1, keepdims=True)
     records: list[dict[str, Any]] = []
     for pair in known_pairs():
         if pair.left not in position or pair.right not in position:
@@ -115,7 +117,7 @@ def near_duplicates(
         found = bool(
             (neighbours[left] == pair.right).any() or (neighbours[right] == pair.left).any()
         )
-        cosine = float(vectors[left].astype(np.float64) @ vectors[right].astype(np.float64))
+        cosine = float(unit[left] @ unit[right])
         records.append(
             {
                 "left": corpus[pair.left].reference,
@@ -127,7 +129,7 @@ def near_duplicates(
         )
     records.sort(key=lambda record: (-record["cosine"], record["left"], record["right"]))
     nearest = np.array([position[int(row)] for row in neighbours[:, 0]])
-    similarities = np.einsum("nd,nd->n", vectors, vectors[nearest], dtype=np.float64)
+    similarities = np.einsum("nd,nd->n", unit, unit[nearest])
     return NearDuplicates(
         known=len(records),
         found=sum(record["found"] for record in records),

@@ -100,10 +100,10 @@ def health_map(values: npt.NDArray[Any], clusters: Sequence[str], metrics: Seque
     high = np.full(grid.shape[1], 1.0)
     low[usable], high[usable] = np.nanmin(finite[:, usable], 0), np.nanmax(finite[:, usable], 0)
     scaled = (finite - low) / np.where(high > low, high - low, 1.0)
-    axes.pcolormesh(scaled, cmap="viridis", vmin=0, vmax=1, rasterized=False)
-    axes.set_xticks(np.arange(len(metrics)) + 0.5, metrics, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(np.arange(len(clusters)) + 0.5, clusters, fontsize=6)
-    axes.invert_yaxis()
+    # one pixel a cell: as shapes the cells alone would be 50 KB
+    axes.imshow(scaled, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="none")
+    axes.set_xticks(np.arange(len(metrics)), metrics, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(np.arange(len(clusters)), clusters, fontsize=6)
     return _svg(figure)
 
 

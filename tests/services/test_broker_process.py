@@ -6,7 +6,11 @@ the journal's own tests.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,8 +18,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 
 from fabric_pipelines import settings
@@ -26,10 +32,13 @@ from fabric_pipelines.errors import (
     NotAttached,
     Refused,
     SchemaError,
+    StorageFailed,
     SubmissionConflict,
     TransientError,
+    UsageError,
 )
 from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.task import column_checksums
 from tests.support import eventually
 from tests.support_broker import (
     BURIED,
@@ -395,6 +404,78 @@ def test_a_journal_at_its_mark_refuses_with_a_time_to_retry(broker: Broker) -> N
     with broker.client("producer") as client, pytest.raises(Backpressure) as refused:
         client.submit(submission_of(batches), batches)
     assert refused.value.retry_after_s > 0
+
+
+def test_a_journal_that_cannot_be_written_ends_the_process_with_one_sentence(
+    broker: Broker,
+) -> None:
+    assert broker.process is not None
+    batches = [tasks_of([20] * 2)]
+    with broker.client("producer") as client:
+        client.submit(submission_of(batches), batches)
+        _, hard = resource.prlimit(broker.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(broker.process.pid, resource.RLIMIT_FSIZE, (0, hard))
+        with pytest.raises((StorageFailed, BrokerUnavailable)):
+            client.submit(submission_of(batches, 1), batches)
+    _, errors = broker.process.communicate(timeout=10)
+    assert broker.process.returncode == 70
+    assert len(errors.splitlines()) == 1
+    assert "stopped while writing" in errors
+    broker.start()
+    with broker.client("admin") as client:
+        assert client.status().total.ready.tasks == 2
+        assert client.verify().ok
+
+
+def raw_upload(broker: Broker, command: bytes, batch: pa.RecordBatch, note: bytes) -> str:
+    """What a producer in another language might send; the first answer that is an error."""
+    client = flight.FlightClient(broker.settings.broker_endpoint)
+    found = ""
+    with client:
+        writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema)
+        with contextlib.suppress(flight.FlightError, pa.ArrowException):
+            writer.write_with_metadata(batch, note)
+            writer.done_writing()
+        with contextlib.suppress(flight.FlightError, pa.ArrowException), writer:
+            while (answer := reader.read()) is not None:
+                head = json.loads(bytes(answer))
+                if "error" in head:
+                    found = found or f"{head['error']}: {head['message']}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "note", "expected"),
+    [
+        ({}, {"first_row": 0, "crc32c": [1, 2, 3, 4, 5, 6]}, "SchemaError: .*CRC32C"),
+        ({}, {"first_row": -1, "crc32c": None}, "UsageError: .*row -1"),
+        ({}, {}, "SchemaError: .*app_metadata"),
+        ({"function": 5}, {}, "UsageError: .*function"),
+        ({"sampling": {"kind": "generate", "temperature": float("nan")}}, {}, "UsageError"),
+        ({"engine": "\ud800"}, {}, "UsageError"),
+        ({"sampling": {"kind": "guess"}}, {}, "UsageError: .*kind"),
+        ({"surprise": 1}, {}, "UsageError"),
+    ],
+)
+def test_a_strange_producer_gets_a_typed_answer_and_the_broker_lives(
+    broker: Broker, change: dict[str, Any], note: dict[str, Any], expected: str
+) -> None:
+    batch = tasks_of([10] * 3)
+    header = json.loads(submission_of([batch]).to_json()) | change
+    if note.get("crc32c", ()) is None:
+        note = note | {"crc32c": column_checksums(batch)}
+    answer = raw_upload(broker, json.dumps(header).encode(), batch, json.dumps(note).encode())
+    assert re.match(expected, answer), answer
+    with broker.client("admin") as client:
+        assert client.status().total.enqueued.tasks == 0
+
+
+def test_a_batch_larger_than_a_segment_is_cut_by_the_client_or_refused(broker: Broker) -> None:
+    batches = [tasks_of([4000] * 100)]
+    with broker.client("producer") as client, pytest.raises(UsageError, match="segment"):
+        client.submit(submission_of(batches), batches)
+    small = [tasks_of([10] * 5)]
+    assert submit(broker, submission_of(small, 1), small) == 5
 
 
 def test_without_a_broker_the_error_says_so(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.ids import task_id
+from fabric_pipelines.ids import sequence_of, task_id
 from fabric_pipelines.ledger import Amount
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, GENERATE, Bench, ids_of, submission_of, tasks_of
@@ -189,11 +189,10 @@ class BrokerMachine(RuleBasedStateMachine):
     def nack(self, lease: tuple[str, list[int]], attempted: bool) -> None:
         name, ids = lease
         mine = [at for at in ids if at in self.twin.ids("leased", name)]
+        leases = [self.lease_of(at) for at in mine]
         assert self.bench.owner.nack(name, np.array(ids), "test", attempted) == len(mine)
         for at in mine:
-            task = self.twin.tasks[at]
-            task.attempts += attempted
-            task.state = "computed" if attempted and task.attempts >= ATTEMPTS_MAX else "ready"
+            self.come_back(at, blame=attempted and leases.count(leases[mine.index(at)]) == 1)
         self.commit()
 
     # -- completion
@@ -226,19 +225,24 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # -- the world
 
+    def lease_of(self, at: int) -> int:
+        return int(self.bench.owner.core.state.index.lease[sequence_of(at)])
+
+    def come_back(self, at: int, *, blame: bool) -> None:
+        """An attempt is counted only for a task that was alone in its lease."""
+        task = self.twin.tasks[at]
+        task.attempts += blame
+        task.state = "computed" if blame and task.attempts >= ATTEMPTS_MAX else "ready"
+
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
         self.bench.time.seconds += seconds
         now = self.bench.time.seconds
         sizes = {k: v.open for k, v in self.bench.owner.core.state.leases.items()}
-        index = self.bench.owner.core.state.index
         for name in [n for n, deadline in self.attached.items() if deadline < now]:
             del self.attached[name]
             for at in self.twin.ids("leased", name):
-                task = self.twin.tasks[at]
-                alone = sizes[int(index.lease[at & ((1 << 40) - 1)])] == 1
-                task.attempts += alone
-                task.state = "computed" if alone and task.attempts >= ATTEMPTS_MAX else "ready"
+                self.come_back(at, blame=sizes[self.lease_of(at)] == 1)
         if now >= self.grace_s:
             for at in self.twin.ids("in_doubt"):
                 self.twin.tasks[at].state = "ready"

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,3 +353,24 @@ def test_every_spec_is_complete_and_numbered_once() -> None:
     assert len({spec.number for spec in METRICS.values()}) == len(METRICS) >= 10
     for spec in METRICS.values():
         assert all(spec.as_json()[key] not in ("", None) for key in ("formula", "range", "source"))
+
+
+def test_the_page_on_analytics_lists_every_metric_with_its_policy() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "analytics.md").read_text()
+    for spec in METRICS.values():
+        row = next(line for line in page.splitlines() if f"| `{spec.name}` |" in line)
+        assert row.startswith(f"| {spec.number} |")
+        assert f"| {' / '.join(spec.sizes)} | {spec.pass_name} |" in row
+
+
+def test_centroids_a_hair_apart_keep_their_distance() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.integers(-8, 8, 40).astype(np.float32)
+    rows = np.stack([base, base, base, base, -base, -base])
+    rows[2:4, 0] += np.float32(2.0**-20)
+    rows[1, 1] += 1
+    rows[3, 1] += 1
+    csr = Csr(rows, np.array([0, 2, 4, 6]), np.arange(6))
+    expected = (0.5 + 0.5) / 2.0**-20
+    assert value(table(csr), "davies_bouldin_term", 0) == pytest.approx(expected, rel=1e-12)
+    assert table(csr).aux["davies_bouldin_partner"].tolist()[:2] == [1, 0]

@@ -214,6 +214,23 @@ def test_nacked_tasks_come_back_first_and_cost_no_attempt(bench: Bench) -> None:
     assert again.tasks.column("attempts").to_pylist() == [0] * 4
 
 
+def test_attempts_that_were_given_back_run_out_too_and_say_why(bench: Bench) -> None:
+    batch = tasks_of([10])
+    bench.submit(submission_of([batch]), [batch])
+    bench.attach()
+    for _ in range(3):
+        lease = bench.lease()
+        assert lease is not None
+        bench.owner.nack("w", np.array(ids_of(lease)), "engine fell over", True)
+    row = bench.owner.pull("c", 10).to_pylist()[0]  # type: ignore[union-attr]
+    assert (row["status"], row["error_code"], row["error_text"]) == (
+        "failed",
+        "GivenBack",
+        "engine fell over",
+    )
+    assert bench.owner.verify().ok
+
+
 def test_a_lost_lease_is_halved_until_the_killer_is_alone(bench: Bench) -> None:
     """A task that kills its worker must not take its neighbours along."""
     filled(bench)

@@ -6,7 +6,7 @@ import numpy as np
 
 from fabric_pipelines.workloads import figures
 
-SIZE_MAX = 40_000  # an event's metadata is one JSON row
+SIZE_MAX = 30_000  # an event's metadata is one JSON row
 
 
 def test_every_figure_is_one_small_svg() -> None:
@@ -16,6 +16,9 @@ def test_every_figure_is_one_small_svg() -> None:
         figures.pass_rates({"all": 0.5, "gcd": 1.0}),
         figures.norms_by_layer([8, 16], [1.0, 2.0]),
         figures.similarity_histogram(np.linspace(0, 1, 50), np.array([0.9])),
+        figures.health_map(
+            np.arange(320.0).reshape(16, 20), [str(n) for n in range(16)], ["metric"] * 20
+        ),
         figures.health_map(np.array([[1.0, np.nan], [2.0, np.nan]]), ["0", "1"], ["a", "b"]),
         figures.probe_accuracy(
             {

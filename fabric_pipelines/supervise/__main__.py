@@ -1,0 +1,39 @@
+"""The supervisor process: takes its orders as JSON on stdin and the lock as an open descriptor.
+
+It forks once, so that the caller waits only for the first half and nobody has to reap the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fabric_pipelines.supervise.place import Place
+from fabric_pipelines.supervise.spec import ProcessSpec
+from fabric_pipelines.supervise.supervisor import Supervisor
+
+
+def main() -> int:
+    order = json.load(sys.stdin)
+    if os.fork():
+        os._exit(0)
+    os.set_inheritable(order["lock"], False)
+    place = Place(Path(order["runtime_dir"]), Path(order["log_dir"]), order["mark"])
+    table = [ProcessSpec.from_json(spec) for spec in order["table"]]
+    _say(f"supervisor of {len(table)} processes, pid {os.getpid()}")
+    Supervisor(table, place, ui_url=order["ui_url"], say=_say).run()
+    _say("everything is stopped")
+    return 0
+
+
+def _say(line: str) -> None:
+    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    sys.stderr.write(f"{stamp} {line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

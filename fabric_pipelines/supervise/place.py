@@ -1,0 +1,131 @@
+"""Where one fabric's supervisor keeps what outlives it: lock, state, logs, and the mark its processes carry.
+
+The state file is a whole JSON document, replaced by rename, so a reader never sees half of one. Who holds
+the lock is the truth about whether a supervisor runs; the state file only says what it was doing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.settings import Settings
+
+MARK_NAME = "FABRIC_SUPERVISED"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """state: waiting, starting, running, restarting, stopping or stopped. last_exit: how it last ended, "" if it
+    never did. start_fault: why it cannot be brought up, "" while it may."""
+
+    name: str
+    state: str
+    pid: int | None
+    restarts: int
+    last_exit: str
+    log: str
+    start_fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorState:
+    """running: a supervisor holds the lock; pid: its process. Without one, `processes` are those it left."""
+
+    running: bool
+    pid: int | None
+    ui_url: str
+    processes: tuple[ProcessState, ...]
+
+    @property
+    def all_running(self) -> bool:
+        return bool(self.processes) and all(item.state == "running" for item in self.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    runtime_dir: Path
+    log_dir: Path
+    mark: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> Place:
+        mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:24]
+        return cls(settings.runtime_dir, settings.log_dir, mark)
+
+    @property
+    def lock_path(self) -> Path:
+        return self.runtime_dir / "supervisor.lock"
+
+    @property
+    def state_path(self) -> Path:
+        return self.runtime_dir / "supervisor.json"
+
+    @property
+    def own_log(self) -> Path:
+        return self.log_dir / "supervisor.log"
+
+    def log_of(self, name: str) -> Path:
+        return self.log_dir / f"{name}.log"
+
+    def make(self) -> None:
+        try:
+            self.runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            raise StorageFailed(
+                f"{fault.filename} cannot be created ({fault.strerror}): choose another folder with FABRIC_HOME"
+            ) from fault
+
+    def take_lock(self, *, patience_s: float = 0.0) -> int | None:
+        """A descriptor that holds the lock, or None if somebody else does. With some patience it outlasts the
+        moment for which `locked` holds it."""
+        try:
+            fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as fault:
+            raise StorageFailed(
+                f"{self.lock_path} cannot be written ({fault.strerror}): choose another folder with FABRIC_HOME"
+            ) from fault
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    os.close(fd)
+                    return None
+            time.sleep(0.01)
+
+    def locked(self) -> bool:
+        if not self.lock_path.exists():
+            return False
+        fd = self.take_lock()
+        if fd is not None:
+            os.close(fd)
+        return fd is None
+
+    def write_state(self, pid: int, ui_url: str, processes: Sequence[ProcessState]) -> None:
+        content = {"pid": pid, "ui_url": ui_url, "processes": [asdict(item) for item in processes]}
+        beside = self.state_path.with_suffix(".new")
+        beside.write_text(json.dumps(content, indent=1))
+        beside.replace(self.state_path)
+
+    def read_state(self) -> SupervisorState:
+        running = self.locked()
+        try:
+            content = json.loads(self.state_path.read_text())
+        except FileNotFoundError:
+            return SupervisorState(running, None, "", ())
+        processes = tuple(ProcessState(**item) for item in content["processes"])
+        return SupervisorState(running, content["pid"], content["ui_url"], processes)
+
+    def forget_state(self) -> None:
+        self.state_path.unlink(missing_ok=True)

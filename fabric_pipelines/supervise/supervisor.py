@@ -1,0 +1,109 @@
+"""The loop of the supervisor process: start in order, restart what ends, stop in reverse order.
+
+It blocks its signals and waits for them, so there is no handler and no race between a look and a sleep. It
+refuses nothing and gives up on nothing: what cannot be kept up is shown in the state with its last exit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from fabric_pipelines.supervise.child import Child
+from fabric_pipelines.supervise.orphans import end_marked
+from fabric_pipelines.supervise.place import MARK_NAME, Place, ProcessState
+from fabric_pipelines.supervise.spec import ProcessSpec, levels
+
+WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+IDLE_S = 5.0
+ORPHAN_GRACE_S = 5.0
+
+
+class Supervisor:
+    def __init__(
+        self,
+        table: Sequence[ProcessSpec],
+        place: Place,
+        *,
+        ui_url: str,
+        say: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._levels = levels(table)
+        self._place, self._ui_url, self._say, self._now_s = place, ui_url, say, now_s
+        environment = {**os.environ, MARK_NAME: place.mark, "PYTHONUNBUFFERED": "1"}
+        self.children = {
+            spec.name: Child(spec, place.log_of(spec.name), environment, say) for spec in table
+        }
+        self._written: list[ProcessState] = []
+
+    def run(self) -> None:
+        """Until SIGTERM, SIGINT or SIGHUP. Call from the main thread: a child dies with the thread that
+        started it."""
+        assert threading.current_thread() is threading.main_thread()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+        try:
+            while not self._asked_to_stop(self._turn()):
+                pass
+            self._stop()
+        finally:
+            for child in self.children.values():
+                child.kill()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _turn(self) -> float:
+        """Let every child move on; returns how long nothing needs doing."""
+        now = self._now_s()
+        for child in self.children.values():
+            if child.state == "waiting" and self._may_start(child):
+                child.start(now)
+            child.step(now)
+        if self._show():
+            return 0.0  # what changed may let another one start
+        waits = [child.wake_in_s(now) for child in self.children.values()]
+        return min((wait for wait in waits if wait is not None), default=IDLE_S)
+
+    def _may_start(self, child: Child) -> bool:
+        return all(self.children[name].state == "running" for name in child.spec.depends_on)
+
+    def _asked_to_stop(self, wait_s: float) -> bool:
+        got = signal.sigtimedwait(WATCHED, wait_s)
+        return got is not None and got.si_signo != signal.SIGCHLD
+
+    def _stop(self) -> None:
+        for layer in reversed(self._levels):
+            children = [self.children[name] for name in layer]
+            for child in children:
+                child.ask_to_stop()
+            self._show()
+            deadline_s = self._now_s() + max(child.spec.stop_timeout_s for child in children)
+            self._await_gone(children, deadline_s)
+        left = end_marked(self._place.mark, grace_s=ORPHAN_GRACE_S)
+        if left:
+            self._say(f"ended {left} processes that others had started")
+        self._place.forget_state()
+
+    def _await_gone(self, children: list[Child], deadline_s: float) -> None:
+        while not all([child.reaped() for child in children]):
+            left_s = deadline_s - self._now_s()
+            if left_s <= 0:
+                for child in children:
+                    if not child.reaped():
+                        self._say(f"{child.spec.name} did not stop in time and is killed")
+                        child.kill()
+                deadline_s = self._now_s() + 1.0
+                continue
+            signal.sigtimedwait([signal.SIGCHLD], min(left_s, 1.0))
+        self._show()
+
+    def _show(self) -> bool:
+        """Write the state file when something changed; returns whether it did."""
+        found = [child.described() for child in self.children.values()]
+        changed = found != self._written
+        if changed:
+            self._place.write_state(os.getpid(), self._ui_url, found)
+            self._written = found
+        return changed

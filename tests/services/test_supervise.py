@@ -1,0 +1,239 @@
+"""The supervisor with real processes: tiny scripts stand where broker and workers do in a fabric."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fabric_pipelines import supervise
+from fabric_pipelines.errors import AlreadyRunning, StartFailed
+from fabric_pipelines.settings import Settings, load
+from fabric_pipelines.supervise import Backoff, ProcessSpec, ProcessState, Ready, control
+from fabric_pipelines.supervise.orphans import marked
+from fabric_pipelines.supervise.place import Place
+
+SAYS_READY = Ready(log_pattern=r"^ready: ")
+STAY = "import time; print('ready: here', flush=True); time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + STAY
+
+
+def script(name: str, code: str = STAY, **options: object) -> ProcessSpec:
+    options = {"ready": SAYS_READY, "stop_timeout_s": 5.0, **options}
+    return ProcessSpec(name, (sys.executable, "-S", "-E", "-c", code), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    made = load({"home": tmp_path / "home"}, environ={}, folder=tmp_path)
+    yield made
+    supervise.down(made)
+    assert left_over(made) == []
+    shutil.rmtree(made.runtime_dir, ignore_errors=True)
+
+
+def start(settings: Settings, *table: ProcessSpec) -> supervise.UpReport:
+    return supervise.up(settings, table=table, say=lambda line: None)
+
+
+def left_over(settings: Settings) -> list[int]:
+    return [process.pid for process in marked(Place.of(settings).mark)]
+
+
+def process(settings: Settings, name: str) -> ProcessState:
+    return next(item for item in supervise.state(settings).processes if item.name == name)
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Seconds until it held."""
+    started_s = time.monotonic()
+    while not holds():
+        assert time.monotonic() - started_s < within_s, "did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - started_s
+
+
+def gone(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_up_returns_when_all_run_and_down_leaves_nothing(settings: Settings) -> None:
+    lines: list[str] = []
+    table = [script("first"), script("second", depends_on=("first",))]
+    report = supervise.up(settings, table=table, say=lines.append)
+    assert [item.state for item in report.processes] == ["running", "running"]
+    shown = supervise.state(settings)
+    assert shown.running
+    assert shown.pid == report.pid
+    assert "ready: here" in Path(process(settings, "second").log).read_text()
+    assert any(line.startswith("second running") for line in lines)
+    pids = [item.pid for item in shown.processes]
+    assert supervise.down(settings) == ("first", "second")
+    assert all(gone(pid) for pid in [*pids, report.pid])
+    assert supervise.state(settings) == supervise.SupervisorState(False, None, "", ())
+    assert supervise.down(settings) == ()
+
+
+def test_a_second_up_is_refused_and_says_who_runs(settings: Settings) -> None:
+    report = start(settings, script("only"))
+    with pytest.raises(AlreadyRunning, match=f"already running, pid {report.pid}"):
+        start(settings, script("only"))
+    assert process(settings, "only").state == "running"
+
+
+def test_a_crashed_process_is_back_within_a_second(settings: Settings) -> None:
+    start(settings, script("a"), script("b"))
+    before = process(settings, "a")
+    untouched = process(settings, "b").pid
+    os.kill(before.pid or 0, signal.SIGKILL)
+    took_s = eventually(
+        lambda: (
+            process(settings, "a").state == "running" and process(settings, "a").pid != before.pid
+        )
+    )
+    after = process(settings, "a")
+    assert took_s < 1.0
+    assert (after.restarts, after.last_exit) == (1, "signal 9 (SIGKILL)")
+    assert process(settings, "b").pid == untouched
+
+
+def test_five_kills_in_a_row_are_five_restarts(settings: Settings) -> None:
+    start(settings, script("a", backoff=Backoff(first_s=0.02)))
+    for kills in range(1, 6):
+        pid = process(settings, "a").pid
+        os.kill(pid or 0, signal.SIGKILL)
+        eventually(
+            lambda pid=pid: (  # type: ignore[misc]
+                process(settings, "a").state == "running" and process(settings, "a").pid != pid
+            )
+        )
+        assert process(settings, "a").restarts == kills
+
+
+def test_killing_the_supervisor_ends_its_processes_and_the_next_up_works(
+    settings: Settings,
+) -> None:
+    report = start(settings, script("a"), script("b", depends_on=("a",)))
+    os.kill(report.pid, signal.SIGKILL)
+    eventually(lambda: all(gone(item.pid) for item in report.processes))
+    eventually(lambda: not supervise.state(settings).running)
+    assert [item.state for item in supervise.state(settings).processes] == ["stopped", "stopped"]
+    again = start(settings, script("a"))
+    assert again.pid != report.pid
+    assert [item.name for item in again.processes] == ["a"]
+
+
+def test_what_outlives_a_killed_supervisor_is_ended_by_the_next_up(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "ORPHAN_GRACE_S", 0.5)
+    grandchild = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-E', '-c', "
+        "'import time; time.sleep(600)'], start_new_session=True); "
+    )
+    report = start(settings, script("deaf", DEAF), script("parent", grandchild + STAY))
+    os.kill(report.pid, signal.SIGKILL)
+    eventually(lambda: gone(process_of(report, "parent").pid))
+    left = left_over(settings)
+    assert len(left) == 2
+    again = start(settings, script("a"))
+    assert not set(left) & set(left_over(settings))
+    assert process_of(again, "a").state == "running"
+
+
+def process_of(report: supervise.UpReport, name: str) -> ProcessState:
+    return next(item for item in report.processes if item.name == name)
+
+
+def test_a_process_that_cannot_start_is_named_with_its_last_log_lines(settings: Settings) -> None:
+    broken = script("broken", "import sys; print('the disk is on fire'); sys.exit(3)")
+    with pytest.raises(StartFailed, match=r"broken did not start \(exit code 3\)") as caught:
+        start(settings, script("a"), broken)
+    assert "the disk is on fire" in str(caught.value)
+    assert not supervise.state(settings).running
+    assert left_over(settings) == []
+
+
+def test_a_refusal_or_a_missing_program_is_not_tried_again(settings: Settings) -> None:
+    with pytest.raises(StartFailed, match="exit code 4"):
+        start(settings, script("refused", "import sys; sys.exit(4)", backoff=Backoff(first_s=60)))
+    with pytest.raises(StartFailed, match="No such file"):
+        start(settings, ProcessSpec("absent", ("/no/such/program",)))
+
+
+def test_a_process_that_never_gets_ready_is_given_up_by_up(settings: Settings) -> None:
+    mute = script("mute", "import time; time.sleep(600)", ready_timeout_s=0.3)
+    with pytest.raises(StartFailed, match="not ready within"):
+        start(settings, mute)
+
+
+def test_processes_stop_in_reverse_order_of_their_dependencies(
+    settings: Settings, tmp_path: Path
+) -> None:
+    ends = tmp_path / "ends"
+    code = (
+        "import signal, sys, time\n"
+        "def end(*_):\n"
+        "    open(sys.argv[1], 'a').write(sys.argv[2] + ' ')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('ready: here', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+
+    def writer(name: str, *depends_on: str) -> ProcessSpec:
+        argv = (sys.executable, "-S", "-E", "-c", code, str(ends), name)
+        return ProcessSpec(name, argv, ready=SAYS_READY, depends_on=depends_on)
+
+    start(settings, writer("worker", "broker"), writer("broker", "store"), writer("store"))
+    supervise.down(settings)
+    assert ends.read_text().split() == ["worker", "broker", "store"]
+
+
+def test_a_process_deaf_to_its_stop_signal_is_killed_after_its_time(settings: Settings) -> None:
+    start(settings, script("deaf", DEAF, stop_timeout_s=0.3))
+    pid = process(settings, "deaf").pid
+    supervise.down(settings)
+    assert gone(pid)
+
+
+def test_an_ignored_interrupt_is_not_inherited(settings: Settings) -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGINT)); " + STAY
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start(settings, script("a", code))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "default_int_handler" in Path(process(settings, "a").log).read_text()
+
+
+def test_in_the_foreground_an_interrupt_stops_everything(settings: Settings) -> None:
+    code = (
+        "import sys\n"
+        "from fabric_pipelines import supervise, settings\n"
+        "spec = supervise.ProcessSpec('a', (sys.executable, '-S', '-c', 'import time; time.sleep(600)'))\n"
+        "supervise.up(settings.load(), foreground=True, table=[spec])\n"
+        "print('back')\n"
+    )
+    environment = {**os.environ, **settings.as_environment()}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
+    ) as attached:
+        eventually(lambda: supervise.state(settings).all_running)
+        assert supervise.state(settings).pid == attached.pid
+        attached.send_signal(signal.SIGINT)
+        output, _ = attached.communicate(timeout=20)
+    assert output == b"back\n"
+    assert attached.returncode == 0

@@ -1,0 +1,104 @@
+"""FORMAT.md, written out a second time: bytes made from that page alone are a journal, and the journal's bytes are
+what that page says. Nothing of the codec is used here."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import pytest
+
+from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.journal import Journal
+
+UUID = bytes(range(16))
+SALT = google_crc32c.value(UUID)
+SEGMENT, COMMIT, DURABLE, SEAL, OPENED = 0xFF01, 0xFF02, 0xFF03, 0xFF04, 0xFF05
+SEGMENT_BYTES = 4096
+
+
+def frame(kind: int, lsn: int, payload: bytes, *, schema: int = 0, rows: int = 0) -> bytes:
+    padded = payload + bytes(-len(payload) % 64)
+    head = struct.pack("<4sHHIIQQqQQ", b"FPJ\1", 1, kind, schema, rows, 1, lsn, 99, len(payload), 0)
+    head += struct.pack("<I", google_crc32c.value(padded))
+    crc = google_crc32c.extend(0 if kind == SEGMENT else SALT, head)
+    return head + struct.pack("<I", crc) + padded
+
+
+def control(kind: int, first: int, last: int, durable: int, *, chain: int, opens: int = 1) -> bytes:
+    return frame(kind, last, struct.pack("<QQQQII16s", first, last, durable, 1, chain, opens, UUID))
+
+
+def chain_of(*frames: bytes) -> int:
+    return google_crc32c.value(b"".join(made[:64] for made in frames))
+
+
+def segment_by_hand() -> bytes:
+    start = control(SEGMENT, 0, 0, 0, chain=0, opens=0)
+    frames = [control(OPENED, 0, 0, 0, chain=0)]
+    frames += [frame(7, 1, b"hello", schema=3, rows=2), frame(8, 2, bytes(64))]
+    frames.append(control(COMMIT, 1, 2, 0, chain=chain_of(*frames)))
+    frames.append(control(DURABLE, 2, 2, 2, chain=chain_of(*frames)))
+    return b"".join([start, *frames])
+
+
+def journal_by_hand(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    identity = {"format": 1, "journal_id": UUID.hex(), "incarnation": 5}
+    (folder / "identity.json").write_text(json.dumps(identity))
+    (folder / "00000001.segment").write_bytes(content.ljust(SEGMENT_BYTES, b"\0"))
+
+
+def frames_of(content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(kind, LSN, payload) of each frame up to the first that is none."""
+    offset = 0
+    while content[offset : offset + 4] == b"FPJ\1":
+        _, version, kind, _, _, epoch, lsn, _, length, zero, body_crc, crc = struct.unpack_from(
+            "<4sHHIIQQqQQII", content, offset
+        )
+        size = (length + 63) // 64 * 64
+        body = content[offset + 64 : offset + 64 + size]
+        seed = 0 if kind == SEGMENT else SALT
+        assert (version, epoch, zero) == (1, 1, 0)
+        assert google_crc32c.extend(seed, content[offset : offset + 60]) == crc
+        assert google_crc32c.value(body) == body_crc
+        yield kind, lsn, body[:length]
+        offset += 64 + size
+
+
+def test_bytes_made_from_the_page_are_a_journal(tmp_path: Path) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand())
+    with Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES) as journal:
+        assert (journal.journal_id, journal.incarnation) == (UUID.hex(), 5)
+        assert journal.recovered.recorded_durable_lsn == 2
+        assert journal.recovered.opens == 1
+        first, second = journal.replay()
+    assert (first.kind, first.schema_id, first.rows, first.time_us) == (7, 3, 2, 99)
+    assert (bytes(first.payload), bytes(second.payload)) == (b"hello", bytes(64))
+
+
+def test_the_journal_writes_what_the_page_says(tmp_path: Path) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand())
+    with Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES) as journal:
+        journal.append(9, [b"ab", b"c"], rows=1, time_us=1)
+        journal.commit()
+    content = (tmp_path / "j" / "00000001.segment").read_bytes()
+    found = list(frames_of(content))
+    kinds = [kind for kind, _, _ in found]
+    assert kinds == [SEGMENT, OPENED, 7, 8, COMMIT, DURABLE, OPENED, 9, COMMIT, DURABLE]
+    assert [lsn for _, lsn, _ in found] == [0, 0, 1, 2, 2, 2, 2, 3, 3, 3]
+    assert found[7][2] == b"abc"
+    first, last, durable, low, _, opens, uuid = struct.unpack("<QQQQII16s", found[8][2])
+    assert (first, last, durable, low, opens, uuid) == (3, 3, 2, 1, 2, UUID)
+    assert struct.unpack_from("<QQQ", found[9][2]) == (3, 3, 3)
+
+
+def test_a_segment_of_another_journal_is_refused(tmp_path: Path) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand())
+    identity = tmp_path / "j" / "identity.json"
+    identity.write_text(identity.read_text().replace(UUID.hex(), UUID[::-1].hex()))
+    with pytest.raises(CorruptionFound, match="belongs to journal 000102"):
+        Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES)
