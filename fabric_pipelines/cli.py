@@ -141,6 +141,14 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
+# What a person is shown of a list of rows; --json has all of it.
+SHOWN = {
+    "lanes": ("lane", "step", "ready", "leased", "computed", "in_doubt", "retired", "dead"),
+    "processes": ("name", "state", "pid", "restarts", "last_exit"),
+    "consumers": ("session", "engine", "device", "leased"),
+}
+
+
 def _emit(answer: Mapping[str, Any], as_json: bool) -> None:
     """The whole answer as JSON, or as lines of name and value with a table for each list of rows."""
     plain = _plain(answer)
@@ -153,21 +161,24 @@ def _emit(answer: Mapping[str, Any], as_json: bool) -> None:
         elif isinstance(value, list):
             sys.stdout.write(f"{name}: {', '.join(map(str, value)) or '-'}\n")
         elif isinstance(value, dict):
-            sys.stdout.write(f"{name}: {json.dumps(value)}\n")
+            pairs = (f"{key} {item}" for key, item in value.items())
+            sys.stdout.write(f"{name}: {', '.join(pairs) or '-'}\n")
         else:
-            sys.stdout.write(f"{name}: {value}\n")
+            sys.stdout.write(f"{name}: {'' if value is None else value}\n")
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
+    names = [name for name in SHOWN.get(title, tuple(rows[0])) if name in rows[0]]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
-    Console(soft_wrap=False).print(table)
+        table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _board() -> ProgressBoard:
@@ -199,9 +210,12 @@ def quickstart(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.quickstart import run
 
     with _board() as board:
-        report = _plain(run(_settings(ctx), progress=board))
-    _emit(report, as_json)
-    if report.get("dead"):
+        report = run(_settings(ctx), progress=board)
+    if as_json:
+        _emit(report.as_json(), as_json)
+    else:
+        sys.stdout.write(report.summary() + "\n")
+    if report.dead:
         raise typer.Exit(PARTIAL)
 
 
@@ -242,13 +256,12 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     settings = _settings(ctx)
     broker = _broker_status(settings)
     state = _plain(supervise.state(settings))
-    lanes = broker["lanes"]
     answer = {
-        **broker["total"],
-        "lanes": lanes,
-        "processes": state.get("processes", []),
-        "ui_url": state.get("ui_url"),
-        **{key: value for key, value in broker.items() if key not in ("lanes", "total")},
+        **broker.pop("total"),
+        "lanes": broker.pop("lanes"),
+        "processes": state["processes"],
+        "ui_url": state["ui_url"],
+        **broker,
     }
     _emit(answer, as_json)
 
@@ -344,6 +357,7 @@ def reset(
     if not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
     supervise.down(settings)
+    found = resetting.contents(settings)
     resetting.remove(found)
     _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
 
@@ -485,7 +499,7 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
 def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
     """The broker's own account."""
     answer = _broker_status(_settings(ctx))
-    _emit({**answer["total"], **answer}, as_json)
+    _emit({**answer.pop("total"), **answer}, as_json)
 
 
 @broker_app.command("verify")

@@ -1,6 +1,7 @@
-"""The folder of the Dagster instance: its dagster.yaml, and the .env by which plain `dagster dev` finds it.
+"""The folder of the Dagster instance: its dagster.yaml and workspace.yaml, and the .env by which plain `dagster
+dev` finds it.
 
-Both are written once and never over what a person put there. The .env belongs to the working folder, is
+All are written once and never over what a person put there. The .env belongs to the working folder, is
 ignored by git, and holds two paths; without it `dagster dev` works too, on an instance that ends with it.
 """
 
@@ -13,16 +14,18 @@ from fabric_pipelines.errors import StorageFailed
 from fabric_pipelines.settings import Settings
 
 CONFIG_NAME = "dagster.yaml"
+WORKSPACE_NAME = "workspace.yaml"
 
 
 def ensure_dagster_home(settings: Settings) -> Path:
-    """The instance's folder with a dagster.yaml in it. Raises StorageFailed where it may not write."""
+    """The instance's folder with both files in it. Raises StorageFailed where it may not write."""
     folder = settings.dagster_home
-    config = folder / CONFIG_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not config.exists():
-            config.write_text(files("fabric_pipelines").joinpath(CONFIG_NAME).read_text())
+        for name in (CONFIG_NAME, WORKSPACE_NAME):
+            if not (folder / name).exists():
+                text = files("fabric_pipelines").joinpath(name).read_text()
+                (folder / name).write_text(text)
     except OSError as fault:
         raise StorageFailed(
             f"{folder} cannot be written ({fault.strerror}); choose another folder with FABRIC_HOME"

@@ -33,7 +33,7 @@ from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, UsageError
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
@@ -44,6 +44,7 @@ from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
 SAMPLES = 10
+ENGINES = tuple(dict.fromkeys(workload.engine for workload in WORKLOADS.values()))
 RUN_TAGS = {
     WAIT_TAG: "true",
     RANGE_START: BOOKS[0],
@@ -54,8 +55,8 @@ RUN_TAGS = {
 
 @dataclass(frozen=True, slots=True)
 class QuickstartReport:
-    """What happened. tokens_per_s: of retired tasks, prompt and output together, from the first task's start to
-    the last one's end; padding_waste: share of padding among all tokens that the engines computed on;
+    """What happened. tokens_per_s: of retired tasks, prompt and output together, over the time in which tasks
+    ran; padding_waste: share of padding among all tokens that the engines computed on;
     seconds: wall time without model_pull_seconds."""
 
     tasks: int
@@ -155,16 +156,28 @@ def _pull_models(settings: Settings, progress: ProgressBoard) -> float:
 @contextmanager
 def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
     """Broker, workers, completion and Postgres: those that run, else started here and stopped at the end."""
-    if any(process.state == "running" for process in supervise.state(settings).processes):
+    if supervise.state(settings).running:
         progress.say("using the services that run already")
+        _require_workers(settings)
         yield
         return
     progress.say("starting Postgres, broker, completion and three workers")
-    supervise.up(settings, ui=False)
+    supervise.up(settings, ui=False, engines=ENGINES, say=progress.say)
     try:
         yield
     finally:
         supervise.down(settings)
+
+
+def _require_workers(settings: Settings) -> None:
+    """Somebody else's services may lack an engine; the run would wait for it without end."""
+    with BrokerClient(settings.broker_endpoint, role="producer") as client:
+        there = {str(consumer["engine"]) for consumer in client.status().consumers}
+    if missing := [engine for engine in ENGINES if engine not in there]:
+        raise UsageError(
+            f"the running fabric has no worker for {', '.join(missing)}: start one with "
+            "`fabric up --engine`, or run `fabric down` and quickstart again"
+        )
 
 
 def _prepare(settings: Settings) -> dict[str, Prepared]:
@@ -307,10 +320,15 @@ def _broker_facts(
 
 
 def _span_s(published: Sequence[Mapping[str, Any]]) -> float:
-    """From the start of the first task of all workloads to the end of the last."""
-    first = min(int(item["first_start_us"]) for item in published)
-    last = max(int(item["last_end_us"]) for item in published)
-    return (last - first) / 1e6
+    """Seconds in which tasks of any workload ran: the union of their spans, since a run that finds half of its
+    work done earlier must not count the time between."""
+    covered = until = 0
+    for first, last in sorted(
+        (int(item["first_start_us"]), int(item["last_end_us"])) for item in published
+    ):
+        covered += max(0, last - max(first, until))
+        until = max(until, last)
+    return covered / 1e6
 
 
 def _samples(settings: Settings, synthetic: Mapping[str, Any]) -> list[dict[str, str]]:

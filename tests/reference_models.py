@@ -7,13 +7,14 @@ stores them (Touvron et al. 2023, Su et al. 2021, Shazeer 2020; Devlin et al. 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.numpy import load_file
+from scipy.special import erf
 
 Array = np.ndarray
 
@@ -24,7 +25,7 @@ def softmax(scores: Array) -> Array:
 
 
 class ReferenceLlama:
-    """hidden(ids) gives the residual stream [layers + 1, T, dim]; logits(ids) the head's output [T, vocab]."""
+    """hidden(ids) gives the residual stream [layers + 1, T, dim]; logits(hidden[-1]) the head's output."""
 
     def __init__(self, path: Path) -> None:
         reader = GGUFReader(path)
@@ -81,8 +82,9 @@ class ReferenceLlama:
             states.append(x)
         return np.stack(states)
 
-    def logits(self, ids: Sequence[int]) -> Array:
-        return self.norm(self.hidden(ids)[-1], "output_norm") @ self.weight("token_embd").T
+    def logits(self, last: Array) -> Array:
+        """From the last layer's states [T, dim]: [T, vocab], the head being the embedding (tied)."""
+        return self.norm(last, "output_norm") @ self.weight("token_embd").T
 
 
 class ReferenceBert:
@@ -132,7 +134,8 @@ class ReferenceBert:
         return mean / np.linalg.norm(mean)
 
 
-gelu: Callable[[Array], Array] = np.vectorize(lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))))
+def gelu(x: Array) -> Array:
+    return x / 2 * (1 + erf(x / math.sqrt(2)))
 
 
 def relative_error(found: Array, truth: Array) -> float:

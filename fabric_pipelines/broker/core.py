@@ -567,10 +567,12 @@ class Core:
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
-        """An attempt is counted only for a task that was alone in its lease; the others come back in halves."""
+        """An attempt is counted only for a task that was alone in its lease, and only in the oldest lease, the
+        one that ran: what waited behind it is not to blame. The others come back in halves."""
         leases = self.state.index.lease[held]
         _, inverse, sizes = np.unique(leases, return_inverse=True, return_counts=True)
-        alone = (sizes[inverse] == 1) & (leases >= 0)
+        oldest = leases.min(initial=np.iinfo(leases.dtype).max, where=leases >= 0)
+        alone = (sizes[inverse] == 1) & (leases == oldest)
         blamed = self._verdicts(held, np.full(len(held), 2, np.int32))
         return np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.errors import MissingDependency, VersionRefused
+from fabric_pipelines.errors import VersionRefused
+from fabric_pipelines.models.gguf_file import GgufFile
 
 Float32 = npt.NDArray[np.float32]
 CONTROL_TOKEN = 3  # token_type of control tokens in GGUF
@@ -44,12 +45,7 @@ class GgufLlama:
     """An open GGUF file. Raises VersionRefused when it is not a Llama model."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise MissingDependency("gguf", "embedded", "reading a GGUF model") from None
-        self._reader = GGUFReader(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._file = GgufFile(path)
         architecture = self.field("general.architecture")
         if architecture != "llama":
             raise VersionRefused(f"{path.name} holds a {architecture!r} model, not 'llama'")
@@ -66,7 +62,7 @@ class GgufLlama:
         )
 
     def field(self, name: str) -> Any:
-        return self._reader.fields[name].contents()
+        return self._file.fields[name]
 
     @property
     def tokens(self) -> list[str]:
@@ -83,15 +79,8 @@ class GgufLlama:
         return [index for index, kind in enumerate(kinds) if kind == CONTROL_TOKEN]
 
     def tensor(self, name: str) -> Float32:
-        """float32, rows = outputs, columns = inputs."""
-        from gguf.quants import dequantize
-
-        found = self._tensors[name]
-        values: Float32 = np.ascontiguousarray(
-            dequantize(found.data, found.tensor_type), np.float32
-        )
-        # An unquantised tensor comes back as a view of the mapped file, which nobody may scale in place.
-        return values if values.flags.writeable else values.copy()
+        """float32, rows = outputs, columns = inputs; owned by the caller."""
+        return self._file.tensor(name)
 
     def block(self, layer: int, part: str) -> Float32:
         return self.tensor(f"blk.{layer}.{part}.weight")

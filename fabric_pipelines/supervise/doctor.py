@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from pathlib import Path
 
 from fabric_pipelines.errors import FabricError
 from fabric_pipelines.settings import Settings
+from fabric_pipelines.supervise.table import free_port
 
 PYTHON_LEAST, PYTHON_BELOW = (3, 11), (3, 13)
 DISK_FAIL_BYTES = 1 << 30
 DISK_WARN_BYTES = 5 << 30  # models 1.2 GB, journal segments 256 MiB each, a database
-PORTS_TRIED = 20
 EMBEDDED_PACKAGES = ("ctranslate2", "onnxruntime", "onnx", "gguf", "tokenizers", "safetensors")
 
 
@@ -101,22 +100,13 @@ def check_postgres(settings: Settings) -> Finding:
 
 
 def check_port(host: str, first: int) -> Finding:
-    for port in range(first, first + PORTS_TRIED):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        if port == first:
-            return Finding("port", "ok", f"{host}:{port} is free for the UI")
-        return Finding("port", "ok", f"{first} is taken; the UI will use {port}")
-    return Finding(
-        "port",
-        "fail",
-        f"no free port from {first} to {first + PORTS_TRIED - 1} on {host}",
-        "set FABRIC_UI_PORT to the start of a free range",
-    )
+    try:
+        port = free_port(host, first)
+    except FabricError as fault:
+        return Finding("port", "fail", "none is free", str(fault))
+    if port == first:
+        return Finding("port", "ok", f"{host}:{port} is free for the UI")
+    return Finding("port", "ok", f"{first} is taken; the UI will use {port}")
 
 
 def check_models(cache: Path) -> Iterator[Finding]:

@@ -41,7 +41,8 @@ def contents(settings: Settings) -> Contents:
     inside = sorted(home.iterdir()) if home.is_dir() else []
     where = place(settings)
     folders = {path for path in inside if path.name in OWN_NAMES}
-    folders |= {path for path in (settings.runtime_dir, where.data, where.sockets) if path.exists()}
+    server = (where.data.parent,) if where.elsewhere else (where.data, where.sockets)
+    folders |= {path for path in (settings.runtime_dir, *server) if path.exists()}
     tops = tuple(sorted(path for path in folders if not folders & set(path.parents)))
     foreign = tuple(path.name for path in inside if path.name not in OWN_NAMES)
     return Contents(tops, sum(folder_size(path) for path in tops), foreign)

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from fabric_pipelines.dagster_home import ensure_dagster_home
+from fabric_pipelines.dagster_home import WORKSPACE_NAME, ensure_dagster_home
 from fabric_pipelines.errors import StartFailed
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise.spec import ProcessSpec, Ready
@@ -18,7 +18,6 @@ DEFAULT_ENGINES = (
 )
 PORTS_TRIED = 100
 SAYS_READY = Ready(log_pattern=r"^(ready: \w+|\w+ ready)\b")
-DEFINITIONS = ("-m", "fabric_pipelines.definitions")
 
 
 def process_table(
@@ -50,11 +49,11 @@ def process_table(
         )
     if not ui:
         return table, ""
-    ensure_dagster_home(settings)
+    workspace = ("-w", str(ensure_dagster_home(settings) / WORKSPACE_NAME))
     port = free_port(settings.ui_host, settings.ui_port)
     url = f"http://{settings.ui_host}:{port}"
     home = {"DAGSTER_HOME": str(settings.dagster_home)}
-    serve = ("-h", settings.ui_host, "-p", str(port), *DEFINITIONS)
+    serve = ("-h", settings.ui_host, "-p", str(port), *workspace)
     table += [
         ProcessSpec(
             name="dagster-webserver",
@@ -66,7 +65,7 @@ def process_table(
         ),
         ProcessSpec(
             name="dagster-daemon",
-            argv=(sys.executable, "-m", "dagster._daemon", "run", *DEFINITIONS),
+            argv=(sys.executable, "-m", "dagster._daemon", "run", *workspace),
             ready=Ready(log_pattern=r"configured with the following daemons"),
             depends_on=("broker",),
             environment=home,

@@ -43,6 +43,7 @@ class ScriptedTask:
     tokens: tuple[int, ...]
     max_new_tokens: int = 4
     lane: str = "lane-a"
+    attempts: int = 0
 
 
 @dataclass
@@ -192,7 +193,7 @@ def _lease_rows(tasks: Sequence[ScriptedTask]) -> pa.RecordBatch:
         "max_new_tokens": [task.max_new_tokens for task in tasks],
         "source_row": [task.task_id for task in tasks],
         "metadata": [b""] * count,
-        "attempts": [0] * count,
+        "attempts": [task.attempts for task in tasks],
         "leader": [False] * count,
     }
     return pa.RecordBatch.from_arrays(

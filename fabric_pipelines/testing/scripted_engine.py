@@ -45,12 +45,13 @@ def expected_vector(tokens: Sequence[int], dim: int) -> npt.NDArray[np.float16]:
 class Script:
     """What goes wrong, and when. `fail_at_poll`: EngineFailed from that poll on (1 = the first);
     `busy_submits`: so many submits are refused with EngineBusy; `failed_rows`, `refused_rows`: source rows
-    that come back with that status; `step_s`: wall seconds of one step."""
+    that come back with that status; `poison_rows`: source rows that bring the engine down; `step_s`: wall seconds of one step."""
 
     fail_at_poll: int | None = None
     busy_submits: int = 0
     failed_rows: frozenset[int] = frozenset()
     refused_rows: frozenset[int] = frozenset()
+    poison_rows: frozenset[int] = frozenset()
     step_s: float = 0.0
 
 
@@ -133,6 +134,9 @@ class ScriptedEngine:
             time.sleep(self.script.step_s)
             self.stats.busy_s += self.script.step_s
         count = self.finish_per_poll if self.continuous else self._running_count()
+        running = [task.row["source_row"] for task in list(self._queue)[: self._running_count()]]
+        if self.script.poison_rows.intersection(running):
+            raise EngineFailed("scripted engine failed: poison in its batch")
         done = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         return [self._complete(done, started_us)]
 

@@ -19,9 +19,11 @@ from fabric_pipelines.worker.service import log_to_stderr, print_report, run_wor
 
 
 def engine_from(fields: dict[str, Any]) -> ScriptedEngine:
-    script = Script(**fields.pop("script", {}))
-    script.failed_rows = frozenset(script.failed_rows)
-    script.refused_rows = frozenset(script.refused_rows)
+    asked: dict[str, Any] = fields.pop("script", {})
+    rows: dict[str, Any] = {
+        name: frozenset(value) for name, value in asked.items() if name.endswith("_rows")
+    }
+    script = Script(**{**asked, **rows})
     if "profile" in fields:
         fields["profile"] = Profile(*fields["profile"])
     return ScriptedEngine(script=script, **fields)

@@ -93,7 +93,7 @@ class Pace:
     ask_again_max_s: float = 1.0
     retry_s: float = 0.1
     retry_max_s: float = 5.0
-    drain_s: float = 60.0
+    drain_s: float = 45.0  # below what a supervisor grants before it kills
     report_s: float = 30.0
     until_idle: bool = False
 
@@ -136,6 +136,7 @@ class WorkerLoop:
         self._ask_delay = self._pace.ask_again_s
         self._retry_delay = self._pace.retry_s
         self._source_is_dry = False
+        self._suspect_inside = False
 
     @property
     def last_step_s(self) -> float:
@@ -312,9 +313,11 @@ class WorkerLoop:
             self._wait(0.0 if self._attached else max(self._retry_s - self._now(), 0.001))
         self._deliver()
         waiting = self.supply.drop_waiting()
+        withdrawn = self._engine.withdraw_unstarted()
+        self.supply.finish(withdrawn)
         inside = self.supply.task_ids()
         self.supply.finish(inside)
-        self._nack(waiting, reason)
+        self._nack([*waiting, *withdrawn], reason)
         self._nack(inside, reason, attempted=True)
 
     def _detach(self) -> None:
@@ -399,7 +402,7 @@ class WorkerLoop:
         return Budget(sequences, room, room if profile.kv_cache_tokens else None)
 
     def _feed(self) -> None:
-        while (lease := self.supply.next_lease()) is not None and self._engine_is_hungry():
+        while (lease := self.supply.next_lease()) is not None and self._may_feed(lease):
             try:
                 self._engine.submit(lease)
             except EngineBusy:
@@ -408,10 +411,20 @@ class WorkerLoop:
                 return
             self._busy_since_s = None
             self.supply.fed()
+            self._suspect_inside = _is_suspect(lease)
             self._close_gap()
             if self._lane not in (None, lease.lane):
                 self.counts.lane_switches += 1
             self._lane = lease.lane
+
+    def _may_feed(self, lease: Lease) -> bool:
+        """A lease with an earlier failed attempt runs alone: if it brings the engine down again, nothing else
+        is blamed with it, and if it does not, it is cleared."""
+        if not self.supply.inside:
+            return True
+        if self._suspect_inside or _is_suspect(lease):
+            return False
+        return self._engine_is_hungry()
 
     def _engine_is_hungry(self) -> bool:
         """In-flight engines keep half a batch queued inside (their scheduler needs choice); the others at
@@ -474,3 +487,7 @@ class WorkerLoop:
         if now - self._report_s >= self._pace.report_s:
             self._report_s = now
             LOG.info("%s", self.counts.as_line(self._engine.stats, self.ladder.rung.name.lower()))
+
+
+def _is_suspect(lease: Lease) -> bool:
+    return bool(lease.tasks.column("attempts").to_numpy().any())

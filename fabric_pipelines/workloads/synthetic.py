@@ -33,15 +33,16 @@ ENGINE = "smollm2-135m-instruct@ctranslate2-int8"
 FUNCTION = "generate"
 CODE_VERSION = "1"
 # Of the library's 106 generators: short questions with short answers, in settings that a small model can get
-# right now and then. Others may be asked for; they come in the library's own settings.
+# right now and then. Others may be asked for; they come in the library's own settings. Not all of them give the
+# same puzzles for a seed in every process (ransom_note follows the hash seed); these do, and a test holds it.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "calendar_arithmetic": {"tasks": ["is_leap_year", "weekday_of_date"]},
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
     "lcm": {"min_value": 1, "max_value": 10},
+    "letter_counting": {"min_words": 2, "max_words": 4},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "ransom_note": {"max_note_length": 3, "max_magazine_length": 6},
     "syllogism": {},
 }
 MARK = r"\bis\b|=|:"  # what comes before an answer
@@ -144,8 +145,7 @@ def score(
     for source_row, text in zip(source_rows, texts, strict=True):
         puzzles, entry = _puzzle(request, source_row)
         replies = {text.strip(), answer_in(text)} - {""}
-        found = (float(puzzles.score_answer(reply, entry)) for reply in replies)
-        scores.append(max(found, default=0.0))
+        scores.append(max((_verified(puzzles, reply, entry) for reply in replies), default=0.0))
     return scores
 
 
@@ -174,6 +174,14 @@ def results(values: Mapping[str, Any], landed: pa.Table) -> pa.Table:
             "seed": pa.array([request.seed] * len(known), pa.int64()),
         }
     )
+
+
+def _verified(puzzles: Any, reply: str, entry: Mapping[str, Any]) -> float:
+    try:
+        return float(puzzles.score_answer(reply, entry))
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, SyntaxError):
+        # Some verifiers parse before they compare and fall over prose: no answer was recognised.
+        return 0.0
 
 
 def answer_of(request: SyntheticRequest, source_row: int) -> str:

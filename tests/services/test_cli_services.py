@@ -106,6 +106,10 @@ def test_status_and_verify_tell_the_balance_and_agree(on: Stage) -> None:
     assert (found["ready"], found["enqueued"]) == (2, 2)
     assert [found[name] for name in BALANCE] == [0, 0, 0]
     assert sum(lane["ready"] for lane in found["lanes"]) == 2
+    whole = fabric(on, "status")
+    states = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
+    assert [whole[name] for name in (*states, *BALANCE)] == [2, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert (whole["lanes"], whole["processes"]) == (found["lanes"], [])
     verified = fabric(on, "broker", "verify")
     assert (verified["ok"], verified["differences"]) == (True, [])
 

@@ -96,6 +96,24 @@ def test_a_failed_engine_ends_its_worker_and_the_next_one_finishes_the_work() ->
         expect_every_result(on)
 
 
+@pytest.mark.slow
+def test_a_task_that_brings_engines_down_is_found_by_halving_and_blamed_alone() -> None:
+    with stage(attempts_max=2) as on:
+        on.submit(PROMPTS[:16])
+        engine = {"until_idle": True, "script": {"poison_rows": [5]}, "profile": [8, 64, 256, 0]}
+        for _ in range(12):  # a supervisor would start the next one
+            worker = on.start_worker(**engine)
+            worker.communicate(timeout=40)
+            if worker.returncode == 0:
+                break
+        with on.client("completion") as client:
+            batch = client.pull_computed(rows=100)
+        assert batch is not None
+        rows = {row["source_row"]: row["status"] for row in batch.to_pylist()}
+        assert {row for row, status in rows.items() if status != "ok"} == {5}
+        assert len(rows) == 16
+
+
 def test_a_second_worker_on_a_device_is_refused_with_the_pid_of_the_first() -> None:
     with stage() as on:
         on.submit(PROMPTS[:8])

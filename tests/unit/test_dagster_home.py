@@ -16,6 +16,7 @@ def test_the_instance_config_is_written_once_and_kept(tmp_path: Path) -> None:
     settings = load(environ={}, folder=tmp_path)
     config = ensure_dagster_home(settings) / "dagster.yaml"
     assert yaml.safe_load(config.read_text())["telemetry"] == {"enabled": False}
+    assert "location_name: fabric" in (config.parent / "workspace.yaml").read_text()
     config.write_text("# mine\n")
     ensure_dagster_home(settings)
     assert config.read_text() == "# mine\n"

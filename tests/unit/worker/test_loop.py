@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pytest
@@ -290,10 +290,28 @@ def test_a_failed_engine_delivers_its_results_nacks_the_rest_and_raises() -> Non
     with pytest.raises(EngineFailed, match="device lost"):
         loop.run()
     assert broker.nacks[-1][1] == "engine failed"
-    assert broker.blamed == set(engine.seen) - set(broker.computed_rows), "only what had started"
+    assert broker.blamed == {12, 13, 14, 15}, "only what ran, not what waited inside the engine"
     assert not broker.leased
     assert len(broker.computed_rows) == loop.counts.ok == 12
     broker.require_exactly_once()
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_task_with_a_failed_attempt_runs_alone(continuous: bool) -> None:
+    suspect = replace(tasks(1, first=50)[0], attempts=1, lane="lane-s")
+    broker = ScriptedBroker([*tasks(8), suspect, *tasks(8, first=100)])
+    engine = ScriptedEngine(continuous=continuous)
+    loop, _ = worker(engine, broker)
+    company = []
+    turn_until(
+        loop,
+        lambda: (
+            company.append(loop.supply.inside) if loop.supply.is_inside(50) else None,
+            loop.counts.ok == 17,
+        )[1],
+    )
+    assert set(company) <= {1}
+    assert engine.seen.index(50) == 8
 
 
 def test_a_crash_leaves_its_leases_to_run_out() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -140,6 +144,31 @@ def test_a_chatty_right_answer_passes_too() -> None:
 )
 def test_the_answer_is_read_out_of_a_reply(reply: str, answer: str) -> None:
     assert synthetic.answer_in(reply) == answer
+
+
+def test_a_verifier_that_falls_over_prose_scores_nothing() -> None:
+    request = synthetic.SyntheticRequest(generators=("prime_factorization",), per_generator=1)
+    assert synthetic.score(request, [0], ["The prime factorization of 7 is easy"]) == [0.0]
+
+
+def test_ids_do_not_depend_on_the_process() -> None:
+    """ransom_note did: its puzzles followed the interpreter's hash seed, so each run submitted anew."""
+    code = (
+        "from tests.unit.workloads.test_workloads import prepared, WORKLOADS;"
+        "print([prepared(name).submission.submission_id for name in sorted(WORKLOADS)])"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
 
 
 def test_another_seed_gives_other_prompts() -> None:
