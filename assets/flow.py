@@ -31,6 +31,7 @@ from resources.gpu_worker import GpuWorkerResource
 from resources.lake import LakeResource
 
 WAIT_TAG = "fabric/wait"
+QUIET_TAG = "fabric/quiet"  # somebody else shows progress: no lines on stdout
 PROGRESS_EVERY_S = 10.0
 PARTITIONS_PER_RUN_MAX = 64
 INTERMEDIATES = "intermediates"
@@ -109,10 +110,11 @@ def results_asset(
         context: dg.OpExecutionContext, completion: CompletionResource
     ) -> Iterator[dg.Output[Any]]:
         wait = context.run.tags.get(WAIT_TAG) == "true"
+        say = _nothing if context.run.tags.get(QUIET_TAG) == "true" else _progress_line()
         finished = {}
         for partition in _partitions(context, partitions_def):
             ref = _require_submission(context.instance, workload, partition)
-            state = _finished(completion, ref, wait)
+            state = _finished(completion, ref, say if wait else None)
             if state is None:
                 context.log.info(
                     f"{workload.name} {partition} is not finished; the sensor asks again when it is"
@@ -139,8 +141,8 @@ def results_asset(
             table = workload.results(entry["request"], landed)
             artifact = lake.put(_artifact_name(workload.name, partition), table)
             metadata[partition] = {
+                **describe(entry["request"], table),  # first: what a reader came for
                 **of_results(Published(state, landed, table, artifact)),
-                **describe(entry["request"], table),
             }
         return _materialised(context, metadata, "sha256")
 
@@ -198,18 +200,24 @@ def _require_submission(
 
 
 def _finished(
-    completion: CompletionResource, ref: SubmissionRef, wait: bool
+    completion: CompletionResource,
+    ref: SubmissionRef,
+    say: Callable[[SubmissionState], None] | None,
 ) -> SubmissionState | None:
-    """The state once every task is retired or dead, else None; `wait` waits for it."""
+    """The state once every task is retired or dead, else None; with `say` it waits, and tells how far it is."""
     state = completion.state(ref.submission_id)
     if state is None:
         raise UsageError(
             f"the broker does not know submission {ref.submission_id[:12]}; "
             "its journal is another one than when it was submitted: materialise the submission again"
         )
-    if wait and not state.finished:
-        state = completion.wait(ref.submission_id, _progress_line())
+    if say is not None and not state.finished:
+        state = completion.wait(ref.submission_id, say)
     return state if state.finished else None
+
+
+def _nothing(state: SubmissionState) -> None:
+    """Says nothing about how far it is."""
 
 
 def _progress_line() -> Callable[[SubmissionState], None]:
