@@ -31,8 +31,6 @@ from resources.gpu_worker import GpuWorkerResource
 from resources.lake import LakeResource
 
 WAIT_TAG = "fabric/wait"
-QUIET_TAG = "fabric/quiet"  # somebody else shows progress: no lines on stdout
-PROGRESS_EVERY_S = 10.0
 PARTITIONS_PER_RUN_MAX = 64
 INTERMEDIATES = "intermediates"
 PRIORITY = "dagster/priority"
@@ -110,11 +108,10 @@ def results_asset(
         context: dg.OpExecutionContext, completion: CompletionResource
     ) -> Iterator[dg.Output[Any]]:
         wait = context.run.tags.get(WAIT_TAG) == "true"
-        say = _nothing if context.run.tags.get(QUIET_TAG) == "true" else _progress_line()
         finished = {}
         for partition in _partitions(context, partitions_def):
             ref = _require_submission(context.instance, workload, partition)
-            state = _finished(completion, ref, say if wait else None)
+            state = _finished(completion, ref, wait)
             if state is None:
                 context.log.info(
                     f"{workload.name} {partition} is not finished; the sensor asks again when it is"
@@ -200,39 +197,33 @@ def _require_submission(
 
 
 def _finished(
-    completion: CompletionResource,
-    ref: SubmissionRef,
-    say: Callable[[SubmissionState], None] | None,
+    completion: CompletionResource, ref: SubmissionRef, wait: bool
 ) -> SubmissionState | None:
-    """The state once every task is retired or dead, else None; with `say` it waits, and tells how far it is."""
+    """The state once every task is retired or dead, else None; `wait` waits for it."""
     state = completion.state(ref.submission_id)
     if state is None:
         raise UsageError(
             f"the broker does not know submission {ref.submission_id[:12]}; "
             "its journal is another one than when it was submitted: materialise the submission again"
         )
-    if say is not None and not state.finished:
-        state = completion.wait(ref.submission_id, say)
+    if wait and not state.finished:
+        state = completion.wait(ref.submission_id, _progress_line(completion.say_every_s))
     return state if state.finished else None
 
 
-def _nothing(state: SubmissionState) -> None:
-    """Says nothing about how far it is."""
-
-
-def _progress_line() -> Callable[[SubmissionState], None]:
-    """Progress to stdout every PROGRESS_EVERY_S: each context.log line would be a row in the event log."""
+def _progress_line(every_s: float) -> Callable[[SubmissionState], None]:
+    """Progress to the step's stderr, which Dagster keeps: each context.log line would be a row in the event log."""
     said_s = time.monotonic()
 
     def say(state: SubmissionState) -> None:
         nonlocal said_s
-        if time.monotonic() - said_s >= PROGRESS_EVERY_S:
+        if every_s and time.monotonic() - said_s >= every_s:
             said_s = time.monotonic()
-            sys.stdout.write(
+            sys.stderr.write(
                 f"{state.function} {state.submission_id[:12]}: "
                 f"{state.retired:,} of {state.tasks:,} tasks retired\n"
             )
-            sys.stdout.flush()
+            sys.stderr.flush()
 
     return say
 

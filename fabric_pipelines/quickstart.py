@@ -24,7 +24,7 @@ import dagster as dg
 
 from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
-from assets.flow import QUIET_TAG, WAIT_TAG
+from assets.flow import WAIT_TAG
 from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
 from fabric_pipelines import models, receipts, screen, supervise
 from fabric_pipelines.broker.client import BrokerClient
@@ -41,6 +41,9 @@ from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from fabric_pipelines.workloads.corpus import BOOKS
 from fabric_pipelines.workloads.request import EngineChoice, Prepared
 from fabric_pipelines.workloads.synthetic import INSTRUCTION
+from resources.broker import BrokerResource
+from resources.completion import CompletionResource
+from resources.database import DatabaseResource
 from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
@@ -50,7 +53,6 @@ SAMPLES = 10
 ENGINES = tuple(dict.fromkeys(workload.engine for workload in WORKLOADS.values()))
 RUN_TAGS = {
     WAIT_TAG: "true",
-    QUIET_TAG: "true",
     RANGE_START: BOOKS[0],
     RANGE_END: BOOKS[-1],
     "fabric/run": "quickstart",
@@ -185,7 +187,7 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
                 with _watched(settings, prepared, progress):
                     run_id = _materialise(instance)
                 return _report(settings, instance, prepared, run_id, before, started_s, pull_s)
-        except KeyboardInterrupt as fault:
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as fault:
             raise Interrupted(
                 f"stopped; what was submitted and landed is kept in {settings.home}: "
                 "run `fabric quickstart` again and it goes on where it was"
@@ -306,19 +308,25 @@ def _tokens_done(client: BrokerClient, prepared: Prepared) -> int:
 
 def _materialise(instance: dg.DagsterInstance) -> str:
     """All assets and checks in one run; the id of it. A failed step raises its own error."""
-    job = build_defs().resolve_implicit_global_asset_job_def()
+    # the bars say it already
+    quiet = CompletionResource(
+        broker=BrokerResource(), database=DatabaseResource(), say_every_s=0.0
+    )
+    job = build_defs({"completion": quiet}).resolve_implicit_global_asset_job_def()
     try:
         done = job.execute_in_process(
             instance=instance,
             tags=RUN_TAGS,
             run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         )
-    except dg.DagsterExecutionStepExecutionError as fault:
+    except dg.DagsterUserCodeExecutionError as fault:
         if isinstance(fault.__cause__, FabricError):
             raise fault.__cause__ from fault
         raise
-    except dg.DagsterAssetCheckFailedError as fault:
-        raise CheckFailed(f"{fault}; the checks tab of the asset has the numbers") from fault
+    except dg.DagsterError as fault:
+        if type(fault).__name__ != "DagsterAssetCheckFailedError":  # the class is not public
+            raise
+        raise CheckFailed(f"{fault} `fabric up` shows its numbers on the checks tab") from fault
     return done.run_id
 
 

@@ -42,7 +42,7 @@ class Ctranslate2Engine(SteppingEngine):
                 max_batch_size=manifest.max_batch_size,
                 max_num_tokens=manifest.max_num_tokens,
                 kv_cache_tokens=KV_CACHE_TOKENS,
-                window_tokens=manifest.max_num_tokens,
+                window_tokens=manifest.max_num_tokens // 2,
             ),
         )
         self._folder, self._threads = folder, threads
