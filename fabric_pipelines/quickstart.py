@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.errors import DagsterAssetCheckFailedError  # not among the public names
+from dagster._core.instance.ref import InstanceRef
 
 from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
@@ -33,7 +35,7 @@ from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, UsageError
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, StorageFailed, UsageError
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
@@ -110,25 +112,51 @@ class QuickstartReport:
 
 def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
     """Raises a FabricError of what went wrong; on Ctrl-C Interrupted, which says what is kept."""
-    with _environment(settings):
+    with _environment(settings), _interruptible(settings):
+        ensure_dagster_home(
+            settings
+        )  # before the download: a home that cannot be written is known at once
         pull_s = _pull_models(settings, progress)
         started_s = time.monotonic()
-        ensure_dagster_home(settings)
-        write_env_file(settings, Path.cwd())
+        _write_env_file(settings, progress)
         prepared = _prepare(settings)
-        try:
-            with (
-                _services(settings, progress),
-                dg.DagsterInstance.from_config(str(settings.dagster_home)) as instance,
-            ):
-                with _watched(settings, prepared, progress):
-                    run_id = _materialise(instance)
-                return _report(settings, instance, prepared, run_id, started_s, pull_s)
-        except KeyboardInterrupt as fault:
-            raise Interrupted(
-                f"stopped; what was submitted and landed is kept in {settings.home}: "
-                "run `fabric quickstart` again and it goes on where it was"
-            ) from fault
+        with (
+            _services(settings, progress),
+            _instance(settings) as instance,
+        ):
+            with _watched(settings, prepared, progress):
+                run_id = _materialise(instance)
+            return _report(settings, instance, prepared, run_id, started_s, pull_s)
+
+
+@contextmanager
+def _interruptible(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as fault:
+        raise Interrupted(
+            f"stopped; what was submitted and landed is kept in {settings.home}: "
+            "run `fabric quickstart` again and it goes on where it was"
+        ) from fault
+
+
+def _instance(settings: Settings) -> dg.DagsterInstance:
+    """The persistent instance, without capture of what steps print: it would put `tail` between our bars and
+    the terminal, and its helper processes answer a Ctrl-C with tracebacks."""
+    silent = {
+        "module": "dagster._core.storage.noop_compute_log_manager",
+        "class": "NoOpComputeLogManager",
+    }
+    ref = InstanceRef.from_dir(str(settings.dagster_home), overrides={"compute_logs": silent})
+    return dg.DagsterInstance.from_ref(ref)
+
+
+def _write_env_file(settings: Settings, progress: ProgressBoard) -> None:
+    """A convenience for `dagster dev`: a working folder that takes no file is no reason to stop."""
+    try:
+        write_env_file(settings, Path.cwd())
+    except StorageFailed as fault:
+        progress.say(f"{fault}, if you want to run `dagster dev` here")
 
 
 @contextmanager
@@ -255,7 +283,7 @@ def _materialise(instance: dg.DagsterInstance) -> str:
         if isinstance(fault.__cause__, FabricError):
             raise fault.__cause__ from fault
         raise
-    except dg.DagsterAssetCheckFailedError as fault:
+    except DagsterAssetCheckFailedError as fault:
         raise CheckFailed(f"{fault}; the checks tab of the asset has the numbers") from fault
     return done.run_id
 

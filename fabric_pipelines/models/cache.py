@@ -90,7 +90,10 @@ def pull(
             for recipe in RECIPES[spec.architecture]:
                 _ensure_part(recipe, files, board)
     except OSError as fault:
-        raise StorageFailed(f"the model cache {cache} cannot be written ({fault})") from fault
+        raise StorageFailed(
+            f"the model cache {cache} cannot be written ({fault.strerror or fault}): free some space, or "
+            "choose another folder with FABRIC_MODELS"
+        ) from fault
     return files
 
 
