@@ -31,7 +31,6 @@ from resources.gpu_worker import GpuWorkerResource
 from resources.lake import LakeResource
 
 WAIT_TAG = "fabric/wait"
-PROGRESS_EVERY_S = 10.0
 PARTITIONS_PER_RUN_MAX = 64
 INTERMEDIATES = "intermediates"
 PRIORITY = "dagster/priority"
@@ -208,23 +207,23 @@ def _finished(
             "its journal is another one than when it was submitted: materialise the submission again"
         )
     if wait and not state.finished:
-        state = completion.wait(ref.submission_id, _progress_line())
+        state = completion.wait(ref.submission_id, _progress_line(completion.say_every_s))
     return state if state.finished else None
 
 
-def _progress_line() -> Callable[[SubmissionState], None]:
-    """Progress to stdout every PROGRESS_EVERY_S: each context.log line would be a row in the event log."""
+def _progress_line(every_s: float) -> Callable[[SubmissionState], None]:
+    """Progress to the step's stderr, which Dagster keeps: each context.log line would be a row in the event log."""
     said_s = time.monotonic()
 
     def say(state: SubmissionState) -> None:
         nonlocal said_s
-        if time.monotonic() - said_s >= PROGRESS_EVERY_S:
+        if every_s and time.monotonic() - said_s >= every_s:
             said_s = time.monotonic()
-            sys.stdout.write(
+            sys.stderr.write(
                 f"{state.function} {state.submission_id[:12]}: "
                 f"{state.retired:,} of {state.tasks:,} tasks retired\n"
             )
-            sys.stdout.flush()
+            sys.stderr.flush()
 
     return say
 

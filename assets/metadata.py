@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +115,3 @@ def _padding(prompt_tokens: np.ndarray[Any, np.dtype[np.int64]]) -> float:
     if not len(prompt_tokens):
         return 0.0
     return float(1 - prompt_tokens.sum() / aligned_lengths(prompt_tokens).sum())
-
-
-def plain(metadata: Mapping[str, Any]) -> Metadata:
-    """Only what is a number or a short text: what a summary shows."""
-    return {k: v for k, v in metadata.items() if isinstance(v, int | float | str)}

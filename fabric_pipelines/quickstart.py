@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster._core.errors import DagsterAssetCheckFailedError  # not among the public names
 from dagster._core.instance.ref import InstanceRef
 
 from assets import lineage
@@ -42,6 +41,9 @@ from fabric_pipelines.worker.engines.registry import engine_spec
 from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from fabric_pipelines.workloads.corpus import BOOKS
 from fabric_pipelines.workloads.request import EngineChoice, Prepared
+from resources.broker import BrokerResource
+from resources.completion import CompletionResource
+from resources.database import DatabaseResource
 from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
@@ -113,9 +115,7 @@ class QuickstartReport:
 def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
     """Raises a FabricError of what went wrong; on Ctrl-C Interrupted, which says what is kept."""
     with _environment(settings), _interruptible(settings):
-        ensure_dagster_home(
-            settings
-        )  # before the download: a home that cannot be written is known at once
+        ensure_dagster_home(settings)  # first: a home that takes no file is no reason to download
         pull_s = _pull_models(settings, progress)
         started_s = time.monotonic()
         _write_env_file(settings, progress)
@@ -272,19 +272,25 @@ def _tokens_done(client: BrokerClient, prepared: Prepared) -> int:
 
 def _materialise(instance: dg.DagsterInstance) -> str:
     """All assets and checks in one run; the id of it. A failed step raises its own error."""
-    job = build_defs().resolve_implicit_global_asset_job_def()
+    # the bars say it already
+    quiet = CompletionResource(
+        broker=BrokerResource(), database=DatabaseResource(), say_every_s=0.0
+    )
+    job = build_defs({"completion": quiet}).resolve_implicit_global_asset_job_def()
     try:
         done = job.execute_in_process(
             instance=instance,
             tags=RUN_TAGS,
             run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         )
-    except dg.DagsterExecutionStepExecutionError as fault:
+    except dg.DagsterUserCodeExecutionError as fault:
         if isinstance(fault.__cause__, FabricError):
             raise fault.__cause__ from fault
         raise
-    except DagsterAssetCheckFailedError as fault:
-        raise CheckFailed(f"{fault}; the checks tab of the asset has the numbers") from fault
+    except dg.DagsterError as fault:
+        if type(fault).__name__ != "DagsterAssetCheckFailedError":  # the class is not public
+            raise
+        raise CheckFailed(f"{fault} `fabric up` shows its numbers on the checks tab") from fault
     return done.run_id
 
 

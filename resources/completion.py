@@ -15,6 +15,9 @@ from resources.fabric import FabricResource
 class CompletionResource(FabricResource):
     broker: BrokerResource
     database: DatabaseResource
+    say_every_s: float = Field(
+        default=10.0, description="seconds between progress lines of a run that waits; 0: none"
+    )
     wait_s: float = Field(default=86_400.0, description="longest wait of a run that waits")
 
     def state(self, submission_id: str) -> SubmissionState | None:

@@ -85,7 +85,9 @@ def up(
         return _await_running(place, say, started_s)
     except KeyboardInterrupt:
         down(settings)
-        raise Interrupted("stopped before everything ran; nothing is lost") from None
+        raise Interrupted(
+            "stopped before everything ran; nothing is lost, so run the same command again"
+        ) from None
     except FabricError:
         down(settings)
         raise

@@ -73,7 +73,7 @@ def padding_by_lane(lengths: npt.NDArray[np.int64], aligned: npt.NDArray[np.int6
 def similarity_histogram(nearest: npt.NDArray[np.float64], known: npt.NDArray[np.float64]) -> str:
     """Cosine of every row to its nearest other, and where the known near-duplicates lie among them."""
     figure, axes = _canvas()
-    edges = np.linspace(min(0.0, float(nearest.min())), 1.0, 41).tolist()
+    edges = np.linspace(min(0.0, float(nearest.min())), 1.0, 31).tolist()
     axes.hist(nearest, edges, color=GREY, label="nearest neighbour of each row")
     axes.hist(known, edges, color=RED, alpha=0.7, label="known near-duplicate pairs")
     axes.set(xlabel="cosine", ylabel="count")
@@ -92,7 +92,7 @@ def pass_rates(rates: Mapping[str, float]) -> str:
 
 def health_map(values: npt.NDArray[Any], clusters: Sequence[str], metrics: Sequence[str]) -> str:
     """Heat map [clusters, metrics]; each metric is scaled to its own range, an undefined value stays white."""
-    figure, axes = _canvas(0.55 * len(metrics) + 2, 0.22 * len(clusters) + 1.6)
+    figure, axes = _canvas(0.36 * len(metrics) + 1.5, 0.2 * len(clusters) + 1.6)
     grid = np.asarray(values, np.float64)
     finite = np.where(np.isfinite(grid), grid, np.nan)
     usable = np.isfinite(finite).any(axis=0)

@@ -1,0 +1,186 @@
+"""`fabric quickstart` for real: processes, models, Postgres, and the same again without doing anything twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from assets.automation import RESULTS_TAG
+from assets.lineage import latest, results_key, submission_key
+from fabric_pipelines import models, supervise
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.dataplane import results
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.definitions import build_defs
+from fabric_pipelines.errors import MissingDependency, SourceUnreachable
+from fabric_pipelines.ledger import ZERO
+from fabric_pipelines.quickstart import RUN_TAGS
+from fabric_pipelines.settings import Settings, load
+from fabric_pipelines.workloads.corpus import BOOKS
+from tests.support import skip_or_fail
+
+pytestmark = pytest.mark.slow
+
+CONTRACT = {
+    "tasks", "retired", "dead", "balance", "tokens_in", "tokens_out", "rows_landed", "vectors",
+    "receipt_id", "recall_at_10", "seconds",
+}  # fmt: skip
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+
+@dataclass
+class Demo:
+    """A working folder with its own home; what quickstart reported there, first and second time."""
+
+    folder: Path
+    settings: Settings
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def quickstart(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "fabric_pipelines.cli", "quickstart", "--json"],
+            cwd=self.folder,
+            env={**os.environ, **self.settings.as_environment()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.reports.append(json.loads(done.stdout))
+
+    def instance(self) -> dg.DagsterInstance:
+        return dg.DagsterInstance.from_config(str(self.settings.dagster_home))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    """Run once with nothing running, then again beside services that stay up for the tests."""
+    # short, and open to the server's own user: pytest's tmp_path is neither
+    folder = Path(tempfile.mkdtemp(prefix="fabric-quick-"))
+    folder.chmod(0o755)
+    flags = {"home": folder / "home", "models": os.environ.get("FABRIC_MODELS")}
+    settings = load(flags, environ={}, folder=folder)
+    try:
+        for name in models.MODELS:
+            models.pull(name, settings.models)
+    except (SourceUnreachable, MissingDependency) as fault:
+        skip_or_fail(str(fault))
+    demo = Demo(folder, settings)
+    demo.quickstart()
+    assert not supervise.state(settings).running, "quickstart left its services running"
+    supervise.up(settings, ui=False)
+    try:
+        demo.quickstart()
+        yield demo
+    finally:
+        supervise.down(settings)
+        shutil.rmtree(folder)
+
+
+def test_the_report_keeps_its_contract_and_loses_nothing(demo: Demo) -> None:
+    report = demo.reports[0]
+    assert set(report) >= CONTRACT
+    assert report["retired"] == report["tasks"] == report["rows_landed"] == 1056
+    assert (report["dead"], report["balance"]) == (0, 0)
+    assert report["vectors"] == 800
+    assert 0 < report["padding_waste"] < 0.2
+    assert report["tokens_in"] > 20_000
+
+
+def test_search_is_exact_and_the_receipt_verifies(demo: Demo) -> None:
+    assert demo.reports[0]["recall_at_10"] == 1.0
+    assert demo.reports[0]["receipt_ok"]
+
+
+def test_the_model_spoke_and_the_probe_found_what_words_cannot_tell(demo: Demo) -> None:
+    samples = demo.reports[0]["samples"]
+    assert len(samples) == 10
+    assert all(item["reply"].strip() for item in samples)
+    assert demo.reports[0]["verifier_pass_rate"] > 0.1
+    assert demo.reports[0]["probe_accuracy"] > 0.7
+
+
+def test_running_it_again_submits_nothing_and_builds_nothing(demo: Demo) -> None:
+    first, second = demo.reports
+    same = ("receipt_id", "tokens_in", "tokens_out", "tasks", "rows_landed", "verifier_pass_rate")
+    assert [first[name] for name in same] == [second[name] for name in same]
+    with BrokerClient(demo.settings.broker_endpoint, role="producer") as client:
+        total = client.status().total
+        assert client.verify().differences == []
+    assert total.balance == ZERO
+    assert total.enqueued.tasks == total.retired.tasks >= first["tasks"]
+    assert sum(results.counts(Database.of(demo.settings)).values()) == total.retired.tasks
+
+
+def test_all_assets_are_materialised_on_the_persistent_instance(demo: Demo) -> None:
+    graph = build_defs().resolve_asset_graph()
+    with demo.instance() as instance:
+        for key in graph.get_all_asset_keys():
+            partition = BOOKS[0] if graph.get(key).is_partitioned else ""
+            assert latest(instance, key, partition), key
+        run = instance.get_run_by_id(demo.reports[1]["run_id"])
+        for check in graph.asset_check_keys:
+            record = instance.get_latest_asset_check_evaluation_record(check)
+            assert record is not None, check
+            assert record.evaluation is not None, check
+            assert record.evaluation.passed, check
+    assert run is not None
+    assert run.status is dg.DagsterRunStatus.SUCCESS
+    assert RUN_TAGS.items() <= run.tags.items()
+
+
+def test_plain_dagster_dev_will_find_the_same_instance(demo: Demo) -> None:
+    lines = (demo.folder / ".env").read_text().splitlines()
+    assert f"DAGSTER_HOME={demo.settings.dagster_home}" in lines
+    assert f"FABRIC_HOME={demo.settings.home}" in lines
+    assert (demo.settings.dagster_home / "dagster.yaml").exists()
+
+
+def test_a_run_submits_and_exits_and_the_sensor_fetches_what_finished(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in demo.settings.as_environment().items():
+        monkeypatch.setenv(name, value)
+    defs = build_defs()
+    job = defs.resolve_implicit_global_asset_job_def()
+    small = {"config": {"entities": 6, "salt": "sensor", "topics": ["kinds"]}}
+    config = {"ops": {"probes__submission": {"ops": {"tokenise_probes": small}}}}
+    (sensor,) = defs.sensors or []
+    with demo.instance() as instance:
+        job.execute_in_process(
+            instance=instance,
+            asset_selection=[submission_key("probes")],
+            run_config={**QUIET, **config},
+        )
+        submitted = latest(instance, submission_key("probes"))
+        assert submitted is not None
+        with BrokerClient(demo.settings.broker_endpoint, role="producer") as client:
+            assert client.wait(submitted["submission_id"], timeout_s=60).finished
+        context = dg.build_sensor_context(
+            instance=instance,
+            definitions=defs,
+            resources={"broker": (defs.resources or {})["broker"]},
+        )
+        (wanted,) = sensor.evaluate_tick(context).run_requests  # type: ignore[union-attr]
+        assert wanted.tags[RESULTS_TAG] == "probes"
+        job.execute_in_process(
+            instance=instance,
+            asset_selection=list(wanted.asset_selection),
+            tags=wanted.tags,
+            run_config=QUIET,
+        )
+        published = latest(instance, results_key("probes"))
+    assert published is not None
+    assert published["submission_id"] == submitted["submission_id"]
+    assert published["dagster/row_count"] == 12
