@@ -42,6 +42,7 @@ class Settings:
     tenant: str = _setting("default", "owner of what is submitted")
     segment_bytes: int = _setting(256 << 20, "size of one journal segment")
     journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )

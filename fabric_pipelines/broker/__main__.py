@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
 from fabric_pipelines.broker.owner import Fatal, Owner
@@ -28,7 +30,7 @@ from fabric_pipelines.errors import (
     as_line,
     storage_failed,
 )
-from fabric_pipelines.journal import Journal
+from fabric_pipelines.journal import Journal, OsFileOps
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
 EXIT_FATAL = 70
@@ -53,14 +55,27 @@ def serve(settings: Settings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with Journal.open(settings.journal_dir, segment_bytes=settings.segment_bytes) as journal:
+    folder, segment_bytes = settings.journal_dir, settings.segment_bytes
+    with (
+        Journal.open(folder, segment_bytes=segment_bytes, lazy=True) as journal,
+        ThreadPoolExecutor(1, "checkpoint") as writer,
+    ):
         _free_socket(endpoint)
         limits = Limits(
             lease_s=settings.lease_ms / 1000,
             attempts_max=settings.attempts_max,
             computed_high_water=settings.computed_high_water_tasks,
         )
-        owner = Owner(journal, limits, journal_high_water=settings.journal_high_water_bytes)
+        owner = Owner(
+            journal,
+            limits,
+            journal_high_water=settings.journal_high_water_bytes,
+            checkpoints=Checkpoints(folder, journal.journal_id, OsFileOps()),
+            checkpoint_bytes=settings.checkpoint_bytes,
+            background=writer.submit,
+        )
+        for reason in owner.restored.ignored:
+            print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
         desk = Desk(owner, _end)
         desk.start()
         server = _bind(endpoint, desk)
@@ -71,6 +86,7 @@ def serve(settings: Settings) -> int:
         )
         stop.wait()
         clean = _shut(server, desk)
+        owner.finish()
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
     return 0
