@@ -21,7 +21,7 @@ def describe(request: Mapping[str, Any], table: pa.Table) -> Metadata:
         "pass_rate_by_generator": figure(figures.pass_rates(rates)),
         "verifier_pass_rate": shown(rates["all"]),
         "seed": request["seed"],
-        "generations": sample(table, ["generator", "prompt", "reply", "answer", "passed"]),
+        "generations": sample(table, ["passed", "reply", "answer", "prompt", "generator"]),
     }
 
 

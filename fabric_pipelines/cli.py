@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, UsageError
+from fabric_pipelines.errors import (
+    BrokerUnavailable,
+    CheckFailed,
+    FabricError,
+    Interrupted,
+    UsageError,
+    storage_failed,
+)
 
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
@@ -61,9 +68,7 @@ def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1)
     if isinstance(fault, OSError):
-        where = f"{fault.filename}: " if fault.filename else ""
-        sys.stderr.write(f"{where}{fault.strerror or fault}\n")
-        raise typer.Exit(1)
+        fault = storage_failed(fault)
     sys.stderr.write(f"{fault}\n")
     raise typer.Exit(fault.exit_code)
 
@@ -265,22 +270,35 @@ def down(ctx: typer.Context) -> None:
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    supervise.down(settings)
-    sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+    stopped = supervise.down(settings)
+    sys.stderr.write(
+        f"stopped; everything is kept in {settings.home}\n"
+        if stopped
+        else f"nothing of {settings.home} was running\n"
+    )
 
 
 @app.command()
 def status(ctx: typer.Context, as_json: Json = False) -> None:
     """Tasks by state, per lane and in total, the balance, and the processes."""
     from fabric_pipelines import supervise
+    from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
-    broker = _broker_status(settings)
     state = _plain(supervise.state(settings))
+    processes = {"processes": state["processes"], "ui_url": state["ui_url"]}
+    try:
+        broker = _broker_status(settings)
+    except BrokerUnavailable:
+        # what the broker alone knows is unknown, not zero; its processes are there to be seen
+        unknown = dict.fromkeys(Ledger().as_json())
+        shown = {"balance": "unknown", "processes": state["processes"]}
+        _emit({**unknown, "lanes": [], **processes}, as_json, shown=shown)
+        raise
     broker |= broker.pop("total")
-    answer = {**broker, "processes": state["processes"], "ui_url": state["ui_url"]}
     ui = {"ui": state["ui_url"] or "not running"}
-    _emit(answer, as_json, shown=ui | _work_of(broker) | {"processes": state["processes"]})
+    shown = ui | _work_of(broker) | {"processes": state["processes"]}
+    _emit({**broker, **processes}, as_json, shown=shown)
 
 
 def _broker_status(settings: Settings) -> dict[str, Any]:
@@ -349,8 +367,10 @@ def results(
     as_json: Json = False,
 ) -> None:
     """Hand over results as a file; without --out, their count and columns."""
-    from fabric_pipelines.api import Fabric, write_table
+    from fabric_pipelines.api import Fabric, require_target, write_table
 
+    if out is not None:
+        require_target(out)
     table = Fabric(_settings(ctx)).results(what)
     answer: dict[str, Any] = {"rows": table.num_rows, "columns": table.column_names}
     if out is not None:
@@ -369,14 +389,25 @@ def reset(
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
+    resetting.require_idle(settings)
     found = resetting.contents(settings)
     sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
-    if not yes and not typer.confirm("Delete all of it?", err=True):
+    if found.folders and not yes and not _confirmed("Delete all of it?"):
         raise Interrupted("nothing was deleted")
-    supervise.down(settings)
-    found = resetting.contents(settings)
-    resetting.remove(found)
+    supervise.down(settings)  # what a killed supervisor left behind
+    with resetting.alone(settings):
+        found = resetting.contents(settings)
+        resetting.remove(found)
     _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
+
+
+def _confirmed(question: str) -> bool:
+    """A closed stdin or Ctrl-C at the question is a no."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        sys.stderr.write("\n")
+        return False
 
 
 @app.command()

@@ -15,12 +15,6 @@ from fabric_pipelines.settings import Settings
 
 CONFIG_NAME = "dagster.yaml"
 WORKSPACE_NAME = "workspace.yaml"
-QUIET_NAME = "dagster.quiet.yaml"
-NO_CAPTURE = """
-compute_logs:
-  module: dagster._core.storage.noop_compute_log_manager
-  class: NoOpComputeLogManager
-"""
 
 
 def ensure_dagster_home(settings: Settings) -> Path:
@@ -37,23 +31,6 @@ def ensure_dagster_home(settings: Settings) -> Path:
             f"{folder} cannot be written ({fault.strerror}); choose another folder with FABRIC_HOME"
         ) from fault
     return folder
-
-
-def write_quiet_config(folder: Path) -> str:
-    """The name of a second configuration of the same instance that captures no output of steps.
-
-    Dagster captures by pointing stdout and stderr at a file and starting four processes a step that copy it
-    back: a progress bar in this process would stand still until the step ends."""
-    text = (folder / CONFIG_NAME).read_text()
-    if "compute_logs:" not in text:
-        text += NO_CAPTURE
-    try:
-        (folder / QUIET_NAME).write_text(text)
-    except OSError as fault:
-        raise StorageFailed(
-            f"{folder / QUIET_NAME} cannot be written ({fault.strerror})"
-        ) from fault
-    return QUIET_NAME
 
 
 def write_env_file(settings: Settings, folder: Path) -> Path:

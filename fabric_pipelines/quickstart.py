@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.instance.ref import InstanceRef
 
 from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
@@ -29,11 +30,11 @@ from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
 from fabric_pipelines import models, receipts, screen, supervise
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
-from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file, write_quiet_config
+from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, UsageError
+from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, StorageFailed, UsageError
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
@@ -172,26 +173,50 @@ def _asked(prompt: str) -> str:
 
 def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
     """Raises a FabricError of what went wrong; on Ctrl-C Interrupted, which says what is kept."""
-    with _environment(settings):
+    with _environment(settings), _interruptible(settings):
+        ensure_dagster_home(settings)  # first: a home that takes no file is no reason to download
         pull_s = _pull_models(settings, progress)
         started_s = time.monotonic()
-        config = write_quiet_config(ensure_dagster_home(settings))
-        write_env_file(settings, Path.cwd())
+        _write_env_file(settings, progress)
         prepared = _prepare(settings)
-        try:
-            with (
-                _services(settings, progress),
-                dg.DagsterInstance.from_config(str(settings.dagster_home), config) as instance,
-            ):
-                before = _settled(settings, prepared)
-                with _watched(settings, prepared, progress):
-                    run_id = _materialise(instance)
-                return _report(settings, instance, prepared, run_id, before, started_s, pull_s)
-        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as fault:
-            raise Interrupted(
-                f"stopped; what was submitted and landed is kept in {settings.home}: "
-                "run `fabric quickstart` again and it goes on where it was"
-            ) from fault
+        with (
+            _services(settings, progress),
+            _instance(settings) as instance,
+        ):
+            before = _settled(settings, prepared)
+            with _watched(settings, prepared, progress):
+                run_id = _materialise(instance)
+            return _report(settings, instance, prepared, run_id, before, started_s, pull_s)
+
+
+@contextmanager
+def _interruptible(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as fault:
+        raise Interrupted(
+            f"stopped; what was submitted and landed is kept in {settings.home}: "
+            "run `fabric quickstart` again and it goes on where it was"
+        ) from fault
+
+
+def _instance(settings: Settings) -> dg.DagsterInstance:
+    """The persistent instance, without capture of what steps print: it would put `tail` between our bars and
+    the terminal, and its helper processes answer a Ctrl-C with tracebacks."""
+    silent = {
+        "module": "dagster._core.storage.noop_compute_log_manager",
+        "class": "NoOpComputeLogManager",
+    }
+    ref = InstanceRef.from_dir(str(settings.dagster_home), overrides={"compute_logs": silent})
+    return dg.DagsterInstance.from_ref(ref)
+
+
+def _write_env_file(settings: Settings, progress: ProgressBoard) -> None:
+    """A convenience for `dagster dev`: a working folder that takes no file is no reason to stop."""
+    try:
+        write_env_file(settings, Path.cwd())
+    except StorageFailed as fault:
+        progress.say(f"{fault}, if you want to run `dagster dev` here")
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def norms_by_layer(layers: Sequence[int], norms: Sequence[float]) -> str:
     across = [round(x) for x in np.linspace(LEFT + 20, LEFT + WIDTH - 20, len(layers))]
     return _page(
         BOTTOM + 26,
-        _axes("0", f"{most:.3g}"),
+        _axes("0", f"{most:,.0f}" if most >= 100 else f"{most:.3g}"),
         _path(_bars(across, [round(HEIGHT * norm / most) for norm in norms], 20), fill=BLUE),
         _ticks(across, [str(layer) for layer in layers]),
         _text(LEFT + WIDTH // 2 - 10, BOTTOM + 23, "layer"),
