@@ -5,9 +5,10 @@ the six hashes, shallow to deep, make a 64-bit key. Prompts that share a prefix 
 the *whole* backlog of a lane by key puts them side by side, whatever the arrival order. Any depth-first order
 is optimal once a cache holds one path (SGLang, arXiv 2312.07104).
 
-The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: the whole batch takes one
-cumulative sum, and a depth costs one subtraction per row. A chain of hashes per block would need a ragged
-gather, which numpy does at 3-39 Mtok/s.
+The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: terms are made for a stripe of
+whole rows at a time, which stays in the cache with its powers, and summed from depth to depth. One cumulative sum
+over the batch takes twice as long; a chain of hashes per block would need a ragged gather, which numpy does at
+3-39 Mtok/s.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 BITS = (14, 12, 10, 10, 9, 9)  # of the hash at each depth; 64 in all
 _SHIFTS = tuple(64 - sum(BITS[: level + 1]) for level in range(len(BITS)))
 
+# What two keys differ by is below _DIFFERS[i] exactly if they agree in all but the last i depths.
+_DIFFERS = np.array([1 << shift for shift in reversed(_SHIFTS)], np.uint64)
+_DEPTH_TOKENS = np.array([0, *(depth * BLOCK for depth in DEPTHS)], np.int64)
+
 _BASE = 0xD1342543DE82EF95  # odd, hence invertible modulo 2^64
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
-_STRIPE = 1 << 14  # tokens whose terms stay in the cache between passes
+_STRIPE = 1 << 14  # tokens (at least one row) whose terms stay in the cache between passes
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 Keys = npt.NDArray[np.uint64]
@@ -32,19 +37,23 @@ def prefix_keys(tokens: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64]) 
     """Key of each prompt, uint64 [rows]; `tokens` are all prompts end to end, `lengths` theirs. A depth that
     a prompt does not reach contributes zeros, so it sorts before those that go on."""
     rows = len(lengths)
-    starts = np.zeros(rows, np.int64)
-    np.cumsum(lengths[:-1], out=starts[1:])
+    starts = np.zeros(rows + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    keys = np.zeros(rows, np.uint64)
     with np.errstate(over="ignore"):
-        sums = _prefix_sums(tokens)
-        undo = _powers(_BASE_INVERSE, len(tokens) + 1)[starts]
-        before = sums[starts]
-        keys = np.zeros(rows, np.uint64)
-        for depth, bits, shift in zip(DEPTHS, BITS, _SHIFTS, strict=True):
+        sums = np.empty((rows, len(DEPTHS)), np.uint64)
+        first = 0
+        while first < rows:
+            last = int(np.searchsorted(starts, starts[first] + _STRIPE, side="right")) - 1
+            last = max(last, first + 1)
+            mine = starts[first : last + 1]
+            sums[first:last] = _depth_sums(tokens[mine[0] : mine[-1]], mine - mine[0])
+            first = last
+        for level, (depth, bits, shift) in enumerate(zip(DEPTHS, BITS, _SHIFTS, strict=True)):
             whole = lengths >= depth * BLOCK
             if not whole.any():
                 break
-            ends = np.where(whole, starts + depth * BLOCK, starts)
-            marks = _finish((sums[ends] - before) * undo) >> np.uint64(64 - bits)
+            marks = _finish(sums[:, level]) >> np.uint64(64 - bits)
             keys |= np.where(whole, marks << np.uint64(shift), np.uint64(0))
     return keys
 
@@ -55,11 +64,10 @@ def shared_tokens(keys: Keys, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.
     shared = np.zeros(len(keys), np.int64)
     if len(keys) < 2:
         return shared
-    differing = keys[1:] ^ keys[:-1]
+    agreed = len(DEPTHS) - np.searchsorted(_DIFFERS, keys[1:] ^ keys[:-1], side="right")
     reach = np.minimum(lengths[1:], lengths[:-1])
-    for depth, shift in zip(DEPTHS, _SHIFTS, strict=True):
-        same = (differing >> np.uint64(shift)) == 0
-        shared[1:] = np.where(same & (reach >= depth * BLOCK), depth * BLOCK, shared[1:])
+    reached = np.searchsorted(_DEPTH_TOKENS[1:], reach, side="right")
+    shared[1:] = _DEPTH_TOKENS[np.minimum(agreed, reached)]
     return shared
 
 
@@ -69,20 +77,26 @@ def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return first
 
 
-def _prefix_sums(tokens: npt.NDArray[np.uint32]) -> Keys:
-    """sums[i] = polynomial of tokens[:i]; every token is mixed first, since small ids would leave the low bits
-    of the sum nearly constant."""
-    sums = np.zeros(len(tokens) + 1, np.uint64)
-    powers = _powers(_BASE, len(tokens))
-    for start in range(0, len(tokens), _STRIPE):
-        terms = tokens[start : start + _STRIPE].astype(np.uint64)
-        end = start + len(terms)
-        terms += np.uint64(1)
-        terms *= _MIX_1
-        terms ^= terms >> np.uint64(29)
-        terms *= powers[start:end]
-        terms[0] += sums[start]
-        np.cumsum(terms, out=sums[start + 1 : end + 1])
+def _depth_sums(tokens: npt.NDArray[np.uint32], bounds: npt.NDArray[np.int64]) -> Keys:
+    """Polynomial of the first DEPTHS[i] blocks of each row, uint64 [rows, depths]; a depth that a row does not
+    reach holds nothing of use. `bounds` are the rows' starts and the end of the last one.
+
+    Every token is mixed first, since small ids would leave the low bits of the sum nearly constant.
+    """
+    count = len(tokens)
+    terms = np.empty(count + 1, np.uint64)
+    terms[count] = 0  # so that the end of the last row is a place, too
+    live = terms[:count]
+    live[:] = tokens
+    live += np.uint64(1)
+    live *= _MIX_1
+    live ^= live >> np.uint64(29)
+    live *= _powers(_BASE, count)
+    starts = bounds[:-1]
+    edges = np.minimum(starts[:, None] + _DEPTH_TOKENS, bounds[1:, None])
+    pieces = np.add.reduceat(terms, edges.reshape(-1)).reshape(edges.shape)[:, :-1]
+    sums: Keys = np.cumsum(pieces, axis=1)
+    sums *= _powers(_BASE_INVERSE, count + 1)[starts][:, None]
     return sums
 
 
@@ -95,7 +109,7 @@ _power_tables: dict[int, Keys] = {}
 
 
 def _powers(base: int, count: int) -> Keys:
-    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a batch)."""
+    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a stripe)."""
     table = _power_tables.get(base, np.ones(1, np.uint64))
     with np.errstate(over="ignore"):
         while len(table) < count:
