@@ -160,9 +160,9 @@ class Payloads:
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema or pa.schema(fields))
 
-    def keep(self, lsn: int, ipc: Part) -> None:
-        """A batch that was just journaled is in memory already."""
-        self._remember(lsn, read_ipc(ipc), len(ipc))
+    def keep(self, lsn: int, ipc: Part, batch: pa.RecordBatch | None = None) -> None:
+        """A batch that was just journaled is in memory already. `batch`: what `ipc` decodes to, if that was done."""
+        self._remember(lsn, read_ipc(ipc) if batch is None else batch, len(ipc))
 
     def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
         """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together."""
