@@ -513,6 +513,18 @@ def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
     _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
 
 
+@broker_app.command("scrub")
+def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
+    """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+        report = client.scrub()
+    _emit(_plain(report), as_json)
+    places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]
+    _require(report.ok, f"damaged: {'; '.join(places)}; restore these files from a copy")
+
+
 @receipt_app.command("show")
 def receipt_show(
     ctx: typer.Context,
