@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fabric_pipelines.testing.sim_disk import (
     CrashState,
     Image,
     SimDisk,
+    Write,
     crash_states,
     torn_states,
     writes_of,
@@ -199,11 +201,22 @@ def digest_of(image: Image) -> bytes:
     return mark.digest()
 
 
+TORN_EACH = 400
+
+
 def states_of(disk: SimDisk, *, seed: int, subsets: int, torn: int) -> Iterator[CrashState]:
+    """Crash states of every operation, then about TORN_EACH cuts in each of `torn` writes drawn by the seed."""
     yield from crash_states(disk, seed=seed, subsets=subsets)
     chosen = np.random.default_rng(seed).permutation(writes_of(disk))[:torn]
     for after_ops in sorted(chosen.tolist()):
-        yield from list(torn_states(disk, after_ops=after_ops))[:: 1 + torn // 2]
+        yield from cuts_of(disk, after_ops)
+
+
+def cuts_of(disk: SimDisk, after_ops: int) -> Iterator[CrashState]:
+    write = disk.log[after_ops - 1]
+    assert isinstance(write, Write)
+    step = 1 + 2 * len(write.content) // TORN_EACH
+    return islice(torn_states(disk, after_ops=after_ops), 0, None, step)
 
 
 @dataclass
@@ -235,12 +248,14 @@ class Judge:
             raise Broken(f"{where}{fault}") from fault
 
     def _log_in(self, disk: SimDisk) -> tuple[Any, ...]:
-        """What a recovery finds: the chain covers every frame of the log, the digests every checkpoint."""
+        """What a recovery finds: the chain covers every frame of the log, the digests every checkpoint; where frames
+        are said to lie is apart from that."""
         with Journal.open(FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True) as journal:
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
+            places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]
         names = [name for name in disk.names(FOLDER) if name.startswith("checkpoint-")]
         files = [hashlib.blake2b(disk.read_bytes(FOLDER / name)).digest() for name in names]
-        return chain, first_lsn, last_lsn, *names, *files
+        return chain, first_lsn, last_lsn, *places, *names, *files
 
     def _keep_promise(self, bench: DiskBench, acked: int) -> None:
         recording, index = self.recording, bench.owner.core.state.index
