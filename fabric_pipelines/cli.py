@@ -169,7 +169,7 @@ def _emit(answer: Mapping[str, Any], as_json: bool) -> None:
             pairs = (f"{key} {item}" for key, item in value.items())
             sys.stdout.write(f"{name}: {', '.join(pairs) or '-'}\n")
         else:
-            sys.stdout.write(f"{name}: {'' if value is None else value}\n")
+            sys.stdout.write(f"{name}: {'unknown' if value is None else value}\n")
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> None:
