@@ -272,20 +272,26 @@ def _column(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> list[An
 
 def write_table(table: pa.Table, path: Path) -> int:
     """Write results in the format of the file's suffix, whole or not at all; returns its bytes."""
-    writer = WRITERS.get(path.suffix)
-    if writer is None:
-        raise UsageError(
-            f"{path} has no suffix that is known; use one of {', '.join(sorted(WRITERS))}"
-        )
+    require_target(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        writer(table, beside)
+        WRITERS[path.suffix](table, beside)
         beside.replace(path)
     except OSError as fault:
         raise StorageFailed(f"{path} cannot be written: {fault.strerror or fault}") from fault
     finally:
         beside.unlink(missing_ok=True)
     return path.stat().st_size
+
+
+def require_target(path: Path) -> None:
+    """UsageError when `write_table` could not write there; ask before a long read."""
+    if path.suffix not in WRITERS:
+        raise UsageError(
+            f"{path} has no suffix that is known; use one of {', '.join(sorted(WRITERS))}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: make the folder {path.parent} first")
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every failure the fabric reports on purpose, as one tree; imports nothing.
+"""Every failure the fabric reports on purpose, as one tree; imports nothing of the fabric.
 
     FabricError
     ├── TransientError          may be retried: the world was busy, gone or full for now
@@ -28,7 +28,7 @@
         ├── StorageFailed           a write or fsync failed, a disk is full or read-only
         ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
         ├── EngineFailed            the engine itself failed; the batch is nacked
-        ├── StartFailed             a process of `fabric up` did not come up; carries its last log lines
+        ├── StartFailed             a process of `fabric up` did not come up; carries its sentence and exit code
         └── Interrupted             the user stopped it; says what was kept (exit code 130)
 
 Only the class decides whether something may be retried. Every message names the thing and the remedy
@@ -36,6 +36,11 @@ in one sentence. `exit_code` is the contract of `fabric` for scripts (docs/opera
 """
 
 from __future__ import annotations
+
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class FabricError(Exception):
@@ -173,7 +178,11 @@ class EngineFailed(TerminalError):
 
 
 class StartFailed(TerminalError):
-    pass
+    """Ends `fabric` with the exit code of the error that kept the process from coming up."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Interrupted(TerminalError):
@@ -189,3 +198,28 @@ def by_code(code: str) -> type[FabricError]:
             return cls
         pending.extend(cls.__subclasses__())
     return FabricError
+
+
+def storage_failed(fault: OSError) -> StorageFailed:
+    """An OSError that nobody expected, with the file it names and what to do about it."""
+    why = fault.strerror or str(fault)
+    where = f"{fault.filename}: {why}" if fault.filename else why
+    if fault.errno in FULL:
+        return StorageFailed(f"{where}: free some space, then run the same command again")
+    if fault.errno in NOT_OURS:
+        return StorageFailed(
+            f"{where}: make it writable, or choose another folder with FABRIC_HOME"
+        )
+    return StorageFailed(where)
+
+
+def as_line(fault: FabricError) -> str:
+    """The last line of a process that `fault` ended, so that who started it can tell it on."""
+    return f"{fault.code}: {' '.join(str(fault).split())}"
+
+
+def from_line(line: str) -> tuple[type[FabricError], str] | None:
+    """Class and sentence of a line that `as_line` made; None for any other line."""
+    code, colon, sentence = line.partition(": ")
+    cls = by_code(code)
+    return (cls, sentence) if colon and cls.__name__ == code else None

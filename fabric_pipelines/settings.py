@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from typing import Any
 from fabric_pipelines.errors import SettingsError
 
 UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
+PLAIN_PATH = re.compile(
+    r"[A-Za-z0-9._~/-]+"
+)  # what a URL takes as it is, and a Postgres option too
 
 
 def _setting(default: Any, doc: str) -> Any:
@@ -38,6 +42,7 @@ class Settings:
     tenant: str = _setting("default", "owner of what is submitted")
     segment_bytes: int = _setting(256 << 20, "size of one journal segment")
     journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )
@@ -52,9 +57,11 @@ class Settings:
 
     @property
     def runtime_dir(self) -> Path:
-        """Sockets, locks and pid files. Short on purpose: a Unix socket path ends at 107 bytes."""
+        """Sockets, locks and pid files. Short and plain on purpose: a Unix socket path ends at 107 bytes, and
+        gRPC decodes %20 in one twice."""
         candidate = self.home / "run"
-        if len(os.fsencode(candidate / "postgres" / ".s.PGSQL.65432")) <= UNIX_PATH_BYTES_MAX:
+        longest = os.fsencode(candidate / "postgres" / ".s.PGSQL.65432")
+        if len(longest) <= UNIX_PATH_BYTES_MAX and PLAIN_PATH.fullmatch(str(candidate)):
             return candidate
         mark = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}-{mark}"
@@ -141,7 +148,7 @@ def load(
 
 
 def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         content = tomllib.loads(path.read_text())

@@ -11,16 +11,26 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
+
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
 from fabric_pipelines.broker.wire import UNIX, require_local
-from fabric_pipelines.errors import AlreadyRunning, FabricError, StorageFailed
-from fabric_pipelines.journal import Journal
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    FabricError,
+    StorageFailed,
+    as_line,
+    storage_failed,
+)
+from fabric_pipelines.journal import Journal, OsFileOps
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
 EXIT_FATAL = 70
@@ -31,8 +41,12 @@ def main() -> int:
     try:
         return serve(settings_module.load())
     except (FabricError, Fatal) as fault:
-        print(f"broker: {fault}", file=sys.stderr, flush=True)  # noqa: T201 - its one sentence
+        _say(fault)
         return getattr(fault, "exit_code", EXIT_FATAL)
+    except OSError as fault:
+        failed = storage_failed(fault)
+        _say(failed)
+        return failed.exit_code
 
 
 def serve(settings: Settings) -> int:
@@ -41,17 +55,30 @@ def serve(settings: Settings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with Journal.open(settings.journal_dir, segment_bytes=settings.segment_bytes) as journal:
+    folder, segment_bytes = settings.journal_dir, settings.segment_bytes
+    with (
+        Journal.open(folder, segment_bytes=segment_bytes, lazy=True) as journal,
+        ThreadPoolExecutor(1, "checkpoint") as writer,
+    ):
         _free_socket(endpoint)
         limits = Limits(
             lease_s=settings.lease_ms / 1000,
             attempts_max=settings.attempts_max,
             computed_high_water=settings.computed_high_water_tasks,
         )
-        owner = Owner(journal, limits, journal_high_water=settings.journal_high_water_bytes)
+        owner = Owner(
+            journal,
+            limits,
+            journal_high_water=settings.journal_high_water_bytes,
+            checkpoints=Checkpoints(folder, journal.journal_id, OsFileOps()),
+            checkpoint_bytes=settings.checkpoint_bytes,
+            background=writer.submit,
+        )
+        for reason in owner.restored.ignored:
+            print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
         desk = Desk(owner, _end)
         desk.start()
-        server = BrokerServer(endpoint, desk)
+        server = _bind(endpoint, desk)
         print(  # noqa: T201 - the supervisor waits for this line
             f"broker ready on {endpoint} journal {journal.journal_id} incarnation "
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
@@ -59,14 +86,22 @@ def serve(settings: Settings) -> int:
         )
         stop.wait()
         clean = _shut(server, desk)
+        owner.finish()
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
     return 0
 
 
+def _say(fault: FabricError | Fatal) -> None:
+    """Its one sentence, which `fabric up` tells on."""
+    cause = fault.__cause__ if isinstance(fault, Fatal) else fault
+    line = as_line(cause) if isinstance(cause, FabricError) else f"FabricError: {fault}"
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def _end(sentence: str) -> None:
     """The owner cannot go on: no answer may leave any more, so nothing is unwound."""
-    print(f"broker: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"FabricError: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
     os._exit(EXIT_FATAL)
 
 
@@ -78,6 +113,16 @@ def _shut(server: BrokerServer, desk: Desk) -> bool:
     closing.start()
     closing.join(STOP_WAIT_S)
     return not closing.is_alive()
+
+
+def _bind(endpoint: str, desk: Desk) -> BrokerServer:
+    try:
+        return BrokerServer(endpoint, desk)
+    except pa.ArrowException as fault:
+        raise StorageFailed(
+            f"the broker cannot listen on {endpoint} ({str(fault).splitlines()[0]}): set FABRIC_BROKER_URL to "
+            "a socket path or port that is free"
+        ) from fault
 
 
 def _free_socket(endpoint: str) -> None:

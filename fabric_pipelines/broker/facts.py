@@ -24,7 +24,7 @@ Bytes8 = npt.NDArray[np.uint8]
 
 
 class Kind(IntEnum):
-    """Frame kinds in the journal. Numbers are for ever; FORMAT.md of the journal does not know them."""
+    """Frame kinds in the journal. Numbers are for ever (FORMAT.md, "Facts")."""
 
     SUBMISSION = 1
     ENQUEUE = 2
@@ -38,6 +38,10 @@ class Kind(IntEnum):
     DEAD = 10
     STARTED = 11
     LANES = 12
+    CHECKPOINT = 13
+    DROP = 14
+    MOVE = 15
+    MOVE_COMPUTED = 16
 
 
 class Verdict(IntEnum):
@@ -176,6 +180,70 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointTaken:
+    """The file of the checkpoint over everything up to `lsn` is durable; `digest` is the sha256 of its head."""
+
+    lsn: int
+    digest: str
+    size: int
+
+    def encode(self) -> list[Part]:
+        return pack({"lsn": self.lsn, "digest": self.digest, "size": self.size})
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Frames below `below` are given up: from here on the checkpoint over `base` stands for them, and is no
+    longer a cache."""
+
+    below: int
+    base: int
+    digest: str
+
+    def encode(self) -> list[Part]:
+        return pack({"below": self.below, "base": self.base, "digest": self.digest})
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Live rows of old ENQUEUE batches (`batches`: their ordinals), copied forward: row i of `ipc` is tasks[i],
+    ascending. All that still lives of those batches is here."""
+
+    tasks: Sequences
+    batches: Sequences
+    ipc: Part
+
+    def encode(self) -> list[Part]:
+        return pack({}, [as_part(runs_of(self.tasks)), as_part(self.batches), self.ipc])
+
+
+@dataclass(frozen=True, slots=True)
+class MovedComputed:
+    """Outcomes that are not landed yet, copied forward: row i of `ipc` belongs to tasks[i]."""
+
+    tasks: Sequences
+    ipc: Part
+
+    def encode(self) -> list[Part]:
+        return pack({}, [as_part(self.tasks), self.ipc])
+
+
+def runs_of(tasks: Sequences) -> npt.NDArray[np.int64]:
+    """Ascending numbers as (first, count) rows, int64 [runs, 2]."""
+    starts = np.flatnonzero(np.diff(tasks, prepend=tasks[0] - 2) != 1)
+    counts = np.diff(starts, append=len(tasks))
+    return np.stack([tasks[starts], counts], axis=1)
+
+
+def numbers_of(runs: npt.NDArray[np.int64]) -> Sequences:
+    """Inverse of `runs_of`."""
+    first, counts = runs[:, 0], runs[:, 1]
+    before = np.cumsum(counts) - counts
+    numbers: Sequences = np.repeat(first - before, counts)
+    return numbers + np.arange(len(numbers), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class LanesStepped:
     """Life cycle of lanes: rows of (lane, generation, step, retired tasks, dead tasks), int64 [n, 5]. That a
     lane opened follows from its first ENQUEUE."""
@@ -197,6 +265,10 @@ Fact = (
     | Settled
     | Started
     | LanesStepped
+    | CheckpointTaken
+    | Dropped
+    | Moved
+    | MovedComputed
 )
 
 
@@ -272,6 +344,10 @@ _KINDS: Mapping[type, Kind] = {
     Computed: Kind.COMPUTED,
     Started: Kind.STARTED,
     LanesStepped: Kind.LANES,
+    CheckpointTaken: Kind.CHECKPOINT,
+    Dropped: Kind.DROP,
+    Moved: Kind.MOVE,
+    MovedComputed: Kind.MOVE_COMPUTED,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -286,4 +362,10 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.DEAD: _settled(dead=True),
     Kind.STARTED: lambda head, _: Started(**head),
     Kind.LANES: lambda _, parts: LanesStepped(np.frombuffer(parts[0], np.int64).reshape(-1, 5)),
+    Kind.CHECKPOINT: lambda head, _: CheckpointTaken(**head),
+    Kind.DROP: lambda head, _: Dropped(**head),
+    Kind.MOVE: lambda _, parts: Moved(
+        numbers_of(_sequences(parts[0]).reshape(-1, 2)), _sequences(parts[1]), parts[2]
+    ),
+    Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
 }

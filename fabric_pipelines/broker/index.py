@@ -39,6 +39,13 @@ class Growing:
         self._array = np.zeros(64, dtype)
         self.count = 0
 
+    @classmethod
+    def of(cls, values: npt.NDArray[Any]) -> Growing:
+        made = cls(values.dtype)
+        made._array = np.concatenate([values, np.zeros(64, values.dtype)])
+        made.count = len(values)
+        return made
+
     @property
     def view(self) -> npt.NDArray[Any]:
         return self._array[: self.count]
@@ -76,18 +83,25 @@ class TaskIndex:
         self.base = Growing(np.int64)  # first sequence number of each ENQUEUE frame
         self.frames = Growing(np.int64)  # its lsn
         self.done_frames = Growing(np.int64)  # lsn of each COMPUTED frame
+        self.moved: dict[int, npt.NDArray[np.int64]] = {}  # tasks of each MOVE frame, ascending
+
+    def reserve(self, rows: int) -> None:
+        """Room for so many rows in all; columns handed out before stay as they are."""
+        if rows <= self._capacity:
+            return
+        grown = max(self._capacity * 2, rows)
+        for name in COLUMNS:
+            column = getattr(self, name)
+            wider = np.zeros(grown, column.dtype)
+            wider[: self.count] = column[: self.count]
+            setattr(self, name, wider)
+        self._capacity = grown
 
     def extend(self, rows: int, lsn: int) -> slice:
         """Room for `rows` new tasks of the ENQUEUE frame `lsn`."""
-        first, self.count = self.count, self.count + rows
-        if self.count > self._capacity:
-            grown = max(self._capacity * 2, self.count)
-            for name in COLUMNS:
-                column = getattr(self, name)
-                wider = np.zeros(grown, column.dtype)
-                wider[:first] = column[:first]
-                setattr(self, name, wider)
-            self._capacity = grown
+        first = self.count
+        self.reserve(first + rows)
+        self.count += rows
         self.base.append(first)
         self.frames.append(lsn)
         new = slice(first, self.count)
@@ -97,9 +111,41 @@ class TaskIndex:
     def locate(
         self, tasks: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(lsn of the ENQUEUE frame, row in it) of each task."""
+        """(lsn of the ENQUEUE or MOVE frame, row in it) of each task."""
         at = np.searchsorted(self.base.view, tasks, side="right") - 1
-        return self.frames.view[at], tasks - self.base.view[at]
+        lsns, rows = self.frames.view[at], tasks - self.base.view[at]
+        if self.moved:
+            for lsn in np.unique(lsns).tolist():
+                held = self.moved.get(lsn)
+                if held is not None:
+                    mine = lsns == lsn
+                    rows[mine] = np.searchsorted(held, tasks[mine])
+        return lsns, rows
+
+    def move(self, batches: npt.NDArray[np.int64], tasks: npt.NDArray[np.int64], lsn: int) -> None:
+        """What lives of these batches lies in the MOVE frame `lsn` now."""
+        before = np.unique(self.frames.view[batches])
+        self.frames.view[batches] = lsn
+        self.moved[lsn] = tasks
+        for old in before.tolist():
+            if old in self.moved and not (self.frames.view == old).any():
+                del self.moved[old]
+
+    def rows_of(self, batch: int) -> npt.NDArray[np.int64]:
+        """All sequence numbers of one ENQUEUE batch."""
+        bases = self.base.view
+        end = int(bases[batch + 1]) if batch + 1 < len(bases) else self.count
+        return np.arange(bases[batch], end, dtype=np.int64)
+
+    def holds_whole(self, batches: list[int], first_lsn: int) -> bool:
+        """Whether every row of these batches, live or not, can still be read from a log that begins there."""
+        for batch in batches:
+            lsn = int(self.frames.view[batch])
+            rows = self.rows_of(batch)
+            held = self.moved.get(lsn)
+            if lsn < first_lsn or (held is not None and not np.isin(rows, held).all()):
+                return False
+        return True
 
     def differences(self, other: TaskIndex) -> list[str]:
         """Every column in which the two differ, with the first task at fault."""

@@ -17,18 +17,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 import fabric_pipelines
+from fabric_pipelines.broker import snapshot
+from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.facts import (
     Computed,
     Enqueued,
     Fact,
+    Moved,
+    MovedComputed,
     Started,
     SubmissionOpened,
     kind_of,
     rows_of,
 )
 from fabric_pipelines.broker.payloads import Payloads
-from fabric_pipelines.broker.recovery import Log, rebuild
+from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
     AttachReply,
@@ -40,8 +44,10 @@ from fabric_pipelines.broker.replies import (
     VerifyReport,
 )
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import Backpressure, BalanceBroken, StorageFailed, UsageError
+from fabric_pipelines.journal import Journal
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -74,18 +80,38 @@ class Owner:
         *,
         journal_high_water: int = 8 << 30,
         clock: Clock = SYSTEM_CLOCK,
+        checkpoints: Checkpoints | None = None,
+        checkpoint_bytes: int = 256 << 20,
+        background: Background = at_once,
     ) -> None:
-        """Replays the journal. Whatever was leased in an earlier life is in doubt from here on."""
+        """Newest checkpoint, then the tail of the journal. Whatever was leased in an earlier life is in doubt
+        from here on. Without `checkpoints` the log is replayed whole and no space in it is ever freed."""
         self.journal, self.clock, self.limits = journal, clock, limits
         self.journal_high_water = journal_high_water
-        state = rebuild(journal.incarnation, journal.replay())
+        self._checkpoints = checkpoints
+        self.restored = restored = restore(journal, checkpoints)
+        state = restored.state
         restarted = state.frames > 0
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
+        self.upkeep: Upkeep | None = None
         self.draining = False
         self.fsyncs = 0
         self._group_bytes = 0
         self._audit_s = clock.monotonic_s()
+        if checkpoints is not None:
+            assert isinstance(journal, Journal), "checkpoints lie beside a journal on disk"
+            self.upkeep = Upkeep(
+                journal,
+                self.core,
+                self.payloads,
+                checkpoints,
+                restored,
+                Words(self._log, self.commit),
+                rhythm=Rhythm(checkpoint_bytes, journal_high_water),
+                clock=clock,
+                background=background,
+            )
         if restarted:
             self._log([Started(fabric_pipelines.__version__)])
             self.commit()
@@ -122,18 +148,23 @@ class Owner:
             if self.dirty and self._group_bytes + size > GROUP_BYTES:
                 self.commit()
             lsn = self._append(fact, pieces)
+            if self.upkeep is not None and isinstance(fact, Enqueued):
+                self.upkeep.disk_full = False
             self._group_bytes += size
+            if self.upkeep is not None:
+                self.upkeep.grew(size)
             try:
                 self.core.apply(fact, lsn, columns)
             except BalanceBroken as broken:
                 raise Fatal(str(broken)) from broken
-            if isinstance(fact, Enqueued | Computed):
+            if isinstance(fact, Enqueued | Computed | Moved | MovedComputed):
                 self.payloads.keep(lsn, fact.ipc)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
-        """Only new tasks may be refused for want of space: they are nowhere yet. All else frees some in the
-        end, and a broker that cannot write it down must not go on."""
-        refusable = isinstance(fact, Enqueued | SubmissionOpened)
+        """Only new tasks and copies may be refused for want of space: the former are nowhere yet, the latter
+        still where they were. All else frees some in the end, and a broker that cannot write it down must not
+        go on."""
+        refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
             "time_us": self.clock.wall_us(),
@@ -150,6 +181,8 @@ class Owner:
                 return self.journal.append(kind, pieces, **arguments)
         except StorageFailed as fault:
             if refusable and self._journal_works():
+                if self.upkeep is not None:
+                    self.upkeep.disk_full = True
                 raise
             raise Fatal(str(fault)) from fault
 
@@ -192,12 +225,14 @@ class Owner:
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
                 "fsyncs": self.fsyncs,
+                **(self.upkeep.counters if self.upkeep is not None else {}),
             },
             journal={
                 "journal_id": self.journal.journal_id,
                 "incarnation": self.journal.incarnation,
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
+                **(self.upkeep.figures() if self.upkeep is not None else {}),
             },
             submissions=len(state.submissions),
             consumers=[
@@ -219,17 +254,32 @@ class Owner:
         )
 
     def verify(self) -> VerifyReport:
-        """A second state from the log alone must equal the live one; accounts, orders and index must agree."""
+        """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
+        agree."""
         self.commit()
         state = self.core.state
-        twin = rebuild(self.journal.incarnation, self.journal.replay())
-        differences = state.differences(twin) + state.audit() + self.core.stranded()
+        base = self.upkeep.base if self.upkeep is not None else None
+        twin = rebuild_from_log(self.journal, self._checkpoints, base)
+        if isinstance(twin, str):
+            differences = [twin]
+        else:
+            differences = state.differences(twin)
+            parts = snapshot.take(state).differences(snapshot.take(twin))
+            if parts and not differences:
+                differences.append(f"{', '.join(parts)} are not what the log gives")
+        differences += state.audit() + self.core.stranded()
         if differences and not self.core.fault:
             self.core.fault = (
                 f"verify found {len(differences)} differences, first: {differences[0]}; leasing has "
                 "stopped, keep the journal folder"
             )
         return VerifyReport(not differences, state.index.count, state.frames, differences)
+
+    def finish(self) -> None:
+        """The end of this life: write down a checkpoint that is under way."""
+        if self.upkeep is not None:
+            self.upkeep.settle()
+        self.idle()
 
     def drain(self) -> None:
         """Take no new tasks from now on; what is here goes on."""
@@ -257,9 +307,11 @@ class Owner:
         return self._state_of(upload.submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
-        record = self.core.known(submission_id)
-        self._require_written(record.batches)
-        facts = self.core.close(submission_id, self.payloads.batches(record.batches))
+        record, index = self.core.known(submission_id), self.core.state.index
+        self._require_written(index.frames.view[record.batches].tolist())
+        whole = index.holds_whole(record.batches, self.journal.first_lsn)
+        stored = self.payloads.batches(record.batches) if whole else None
+        facts = self.core.close(submission_id, stored)
         self._log(facts)
         self._log(self.core.lane_steps())
         return self._state_of(submission_id)
@@ -330,10 +382,19 @@ class Owner:
         """Time passed: expire what is due, and look now and then whether the accounts still hold."""
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
+        self._keep_up()
         if now_s - self._audit_s >= AUDIT_EVERY_S and not self.core.fault:
             self._audit_s = now_s
             if differences := self.core.state.audit():
                 raise Fatal(f"the accounts do not match the tasks: {differences[0]}")
+
+    def _keep_up(self) -> None:
+        if self.upkeep is None:
+            return
+        try:
+            self.upkeep.tick()
+        except StorageFailed as fault:
+            raise Fatal(str(fault)) from fault
 
     # -- completion
 

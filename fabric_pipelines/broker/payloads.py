@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from fabric_pipelines.broker.core import Grant
 from fabric_pipelines.broker.envelope import Part
-from fabric_pipelines.broker.facts import Computed, Enqueued, decode
+from fabric_pipelines.broker.facts import Computed, Enqueued, Moved, MovedComputed, decode
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc
@@ -26,6 +26,7 @@ from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 
 Sequences = npt.NDArray[np.int64]
 CACHE_BYTES = 256 << 20
+WITH_ROWS = (Enqueued, Computed, Moved, MovedComputed)
 VIEW_BYTES = 8192  # of Python and Arrow objects around a mapped batch
 
 
@@ -42,7 +43,7 @@ class Payloads:
     def lease(self, grant: Grant, deadline_us: int) -> Lease:
         """The lease as a worker receives it."""
         index, lane = self._state.index, grant.lane
-        rows = self._gather(*index.locate(grant.tasks))
+        rows = self.tasks(grant.tasks)
         tasks = pa.RecordBatch.from_arrays(
             [
                 pa.array(self._state.task_ids(grant.tasks)),
@@ -70,8 +71,7 @@ class Payloads:
         silent = np.flatnonzero(frames < 0)
         parts = []
         if len(reported):
-            lsns = index.done_frames.view[frames[reported]]
-            parts.append(self._gather(lsns, index.done_row[tasks[reported]].astype(np.int64)))
+            parts.append(self.outcomes(tasks[reported]))
         if len(silent):
             parts.append(self._unreported(tasks[silent], parts[0].schema if parts else None))
         rows = parts[0]
@@ -88,9 +88,25 @@ class Payloads:
             [functions.take(which), names.take(which), *rows.columns], schema=PULLED_SCHEMA
         )
 
-    def batches(self, lsns: list[int]) -> Iterator[pa.RecordBatch]:
-        """The task batches of ENQUEUE frames, one by one."""
-        return (self._decoded(lsn) for lsn in lsns)
+    def batches(self, ordinals: list[int]) -> Iterator[pa.RecordBatch]:
+        """Whole task batches, one by one, wherever their rows lie by now."""
+        return (self.tasks(self._state.index.rows_of(at)) for at in ordinals)
+
+    def tasks(self, tasks: Sequences) -> pa.RecordBatch:
+        """Rows as they were submitted."""
+        return self._gather(*self._state.index.locate(tasks))
+
+    def outcomes(self, tasks: Sequences) -> pa.RecordBatch:
+        """Rows as they were reported."""
+        index = self._state.index
+        lsns = index.done_frames.view[index.done[tasks]]
+        return self._gather(lsns, index.done_row[tasks].astype(np.int64))
+
+    def forget_below(self, lsn: int) -> None:
+        """Those frames are about to be recycled: let go of every view of them."""
+        for old in [at for at in self._cache if at < lsn]:
+            _, size = self._cache.pop(old)
+            self._cached_bytes -= size
 
     def _with_counted_attempts(self, rows: pa.RecordBatch, tasks: Sequences) -> pa.RecordBatch:
         """`attempts` as the broker counted them: it alone sees all of them."""
@@ -101,7 +117,7 @@ class Payloads:
     def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
         """Tasks whose last attempt nobody reported: the broker itself says why they are dead."""
         index, count = self._state.index, len(tasks)
-        given = self._gather(*index.locate(tasks))
+        given = self.tasks(tasks)
         engines = [
             self._state.submissions[at].header.engine for at in index.submission[tasks].tolist()
         ]
@@ -156,7 +172,7 @@ class Payloads:
             return found[0]
         frame, mapped = self._journal.view(lsn)
         fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
-        assert isinstance(fact, Enqueued | Computed), f"LSN {lsn} holds no batch"
+        assert isinstance(fact, WITH_ROWS), f"LSN {lsn} holds no batch"
         batch = read_ipc(fact.ipc)
         self._remember(lsn, batch, VIEW_BYTES if mapped else len(fact.ipc))
         return batch

@@ -1,11 +1,18 @@
-"""Recovery: a state from the frames of a journal, and nothing else. `verify` is the same act, then a comparison."""
+"""Recovery: a state from the frames of a journal, and nothing else. `verify` is the same act, then a comparison.
+
+A checkpoint saves replaying what it covers. It is a cache as long as the log still holds all of that; once
+frames were dropped, the one named by the DROP fact is part of the log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from fabric_pipelines.broker.facts import decode
+from fabric_pipelines.broker import snapshot
+from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Kind, decode
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import BalanceBroken, CorruptionFound
 from fabric_pipelines.journal import Frame
@@ -23,6 +30,8 @@ class Log(Protocol):
     @property
     def next_lsn(self) -> int: ...
     @property
+    def first_lsn(self) -> int: ...
+    @property
     def bytes_used(self) -> int: ...
     def append(
         self,
@@ -39,12 +48,104 @@ class Log(Protocol):
     def replay(self, from_lsn: int = 1) -> Iterator[Frame]: ...
     def read(self, lsn: int) -> Frame: ...
     def view(self, lsn: int) -> tuple[Frame, bool]: ...
+    def lsns_of(self, kind: int) -> list[int]: ...
     def close(self) -> None: ...
 
 
-def rebuild(incarnation: int, frames: Iterable[Frame]) -> State:
-    """Raises CorruptionFound naming the LSN of a fact that cannot be read or cannot have happened."""
-    state = State(incarnation)
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """from_lsn: first frame replayed; tail_bytes: how much that was; newest: the checkpoint that was loaded;
+    older: the one before it; base: the fact that says which one stands for dropped frames; ignored: why newer ones were not used."""
+
+    state: State
+    from_lsn: int
+    tail_bytes: int
+    newest: CheckpointTaken | None
+    older: CheckpointTaken | None
+    base: Dropped | None
+    ignored: list[str]
+
+
+def restore(journal: Log, checkpoints: Checkpoints | None) -> Restored:
+    """The newest checkpoint that is whole, and the facts behind it; without one, all the facts.
+
+    A checkpoint counts only if the log holds its CHECKPOINT fact, so one from a moment that the log does not
+    know is none. CorruptionFound if the log no longer begins at its beginning and what stands for the
+    missing part is damaged.
+    """
+    taken = [_fact(journal, lsn, CheckpointTaken) for lsn in journal.lsns_of(Kind.CHECKPOINT)]
+    base = base_of(journal)
+    ignored: list[str] = []
+    newest = older = None
+    state, from_lsn = State(journal.incarnation), 1
+    for fact in reversed(taken if checkpoints is not None else []):
+        if fact.lsn < journal.first_lsn - 1 or fact.lsn > journal.durable_lsn:
+            continue
+        if newest is not None:
+            older = fact
+            break
+        assert checkpoints is not None
+        found = checkpoints.load(fact)
+        if not isinstance(found, str):
+            state, from_lsn, newest = snapshot.restore(found), fact.lsn + 1, fact
+        else:
+            ignored.append(found)
+    if from_lsn < journal.first_lsn:
+        raise CorruptionFound(
+            f"the journal begins at LSN {journal.first_lsn} and no checkpoint stands for what was before "
+            f"({'; '.join(ignored) or 'the log names none'}): restore the checkpoint file from a copy"
+        )
+    tail = _Counted(journal.replay(from_lsn))
+    state = rebuild(journal.incarnation, tail, state)
+    return Restored(state, from_lsn, tail.bytes, newest, older, base, ignored)
+
+
+def base_of(journal: Log) -> Dropped | None:
+    """Which checkpoint stands for frames that were given up, by the last DROP fact."""
+    lsns = journal.lsns_of(Kind.DROP)
+    return _fact(journal, lsns[-1], Dropped) if lsns else None
+
+
+def rebuild_from_log(
+    journal: Log, checkpoints: Checkpoints | None, base: Dropped | None
+) -> State | str:
+    """The state that the log alone gives: from its beginning or, once its front was dropped, from the base
+    checkpoint that the log names by digest. A sentence if that one is not whole."""
+    if base is None or checkpoints is None:
+        return rebuild(journal.incarnation, journal.replay())
+    found = checkpoints.load(CheckpointTaken(base.base, base.digest, 0))
+    if isinstance(found, str):
+        return f"the base of the log is lost: {found}"
+    return rebuild(journal.incarnation, journal.replay(base.base + 1), snapshot.restore(found))
+
+
+T = TypeVar("T", CheckpointTaken, Dropped)
+
+
+def _fact(journal: Log, lsn: int, wanted: type[T]) -> T:
+    frame = journal.read(lsn)
+    fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
+    assert isinstance(fact, wanted)
+    return fact
+
+
+class _Counted:
+    """Frames as they pass, and how many bytes they were."""
+
+    def __init__(self, frames: Iterator[Frame]) -> None:
+        self._frames = frames
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[Frame]:
+        for frame in self._frames:
+            self.bytes += len(frame.payload)
+            yield frame
+
+
+def rebuild(incarnation: int, frames: Iterable[Frame], state: State | None = None) -> State:
+    """`state`, or an empty one, after all of `frames`. Raises CorruptionFound naming the LSN of a fact that
+    cannot be read or cannot have happened."""
+    state = state or State(incarnation)
     for frame in frames:
         fact = decode(frame.kind, frame.payload, f"LSN {frame.lsn}")
         try:

@@ -23,6 +23,7 @@ from fabric_pipelines.errors import (
     SettingsError,
     by_code,
 )
+from fabric_pipelines.settings import PLAIN_PATH
 
 UNIX = "grpc+unix://"
 TCP = "grpc://"
@@ -33,7 +34,12 @@ _MARK = "fabric-error:"
 def require_local(endpoint: str) -> str:
     """The endpoint, if it is a Unix socket or loopback; anything else needs mutual TLS, which has no off switch."""
     if endpoint.startswith(UNIX):
-        return endpoint
+        if PLAIN_PATH.fullmatch(endpoint.removeprefix(UNIX)):
+            return endpoint
+        raise SettingsError(
+            f"the socket path of broker endpoint {endpoint!r} has characters other than letters, digits and "
+            "._~-/, which gRPC does not take: set FABRIC_BROKER_URL to a plain path"
+        )
     host = endpoint.removeprefix(TCP).rpartition(":")[0]
     if endpoint.startswith(TCP) and host in LOOPBACK:
         return endpoint
@@ -84,7 +90,11 @@ def from_flight_error(fault: Exception, endpoint: str) -> FabricError:
             raise_error(json.loads(rest.partition(_MARK)[0]))
         except FabricError as typed:
             return typed
+    if isinstance(fault, flight.FlightTimedOutError):
+        return BrokerUnavailable(
+            f"the broker at {endpoint} does not answer in time: see `fabric status` and its log"
+        )
+    if isinstance(fault, flight.FlightUnavailableError):
+        return BrokerUnavailable(f"no broker answers at {endpoint}: start one with `fabric up`")
     first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-    return BrokerUnavailable(
-        f"no broker answers at {endpoint} ({first[:160]}): start one with `fabric up`"
-    )
+    return BrokerUnavailable(f"the broker at {endpoint} cannot be reached: {first[:160]}")

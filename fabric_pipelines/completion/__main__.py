@@ -20,7 +20,7 @@ from fabric_pipelines.completion.text import Decoder
 from fabric_pipelines.dataplane.database import Database, database_url
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.dataplane.writer import Writer
-from fabric_pipelines.errors import FabricError
+from fabric_pipelines.errors import FabricError, as_line, storage_failed
 from fabric_pipelines.settings import Settings
 
 TICK_S = 0.1
@@ -82,5 +82,9 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except FabricError as problem:
-        _say(str(problem))
+        _say(as_line(problem))
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        failed = storage_failed(problem)
+        _say(as_line(failed))
+        sys.exit(failed.exit_code)

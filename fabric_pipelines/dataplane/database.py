@@ -209,6 +209,7 @@ _AWAY_CLASSES = (
     "57",  # operator intervention: shutdown, crash, starting up
     "58",  # system error outside Postgres
 )
+_NOBODY_WORDS = ("No such file or directory", "Connection refused")
 _LOGIN_WORDS = ("authentication failed", "does not exist", "no pg_hba.conf entry")
 
 
@@ -226,7 +227,13 @@ def translate(fault: psycopg.Error, url: str) -> FabricError:
     if state[:2] in _AWAY_CLASSES:
         return DatabaseUnavailable(f"Postgres at {where} is away or busy ({state}: {why})")
     if not state and isinstance(fault, psycopg.OperationalError | psycopg.InterfaceError):
-        return DatabaseUnavailable(f"no Postgres answers at {where} ({why})")
+        if postgres.is_embedded(url) and any(word in why for word in _NOBODY_WORDS):
+            return DatabaseUnavailable(
+                f"the embedded Postgres at {where} does not run: start it with `fabric up`"
+            )
+        return DatabaseUnavailable(
+            f"no Postgres answers at {where} ({why}): start that server, or check FABRIC_PG_URL"
+        )
     return StorageFailed(f"Postgres at {where} rejected a statement ({state}: {why})")
 
 

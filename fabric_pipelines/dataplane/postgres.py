@@ -51,6 +51,8 @@ from fabric_pipelines.errors import (
     SettingsError,
     StorageFailed,
     VersionRefused,
+    as_line,
+    storage_failed,
 )
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
 
@@ -93,6 +95,11 @@ def place(settings: Settings) -> Place:
         return near
     mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:12]
     return Place(settings.home, STATE_DIR / mark / "data", STATE_DIR / mark / "run")
+
+
+def is_embedded(url: str) -> bool:
+    """Whether `url` is of the kind that `Place.url` makes: a socket folder, our user, our database."""
+    return url.startswith(f"postgresql://{SUPERUSER}@/{DATABASE}?host=")
 
 
 def kept_elsewhere(settings: Settings) -> Path | None:
@@ -429,5 +436,9 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except FabricError as problem:
-        sys.stderr.write(f"{problem}\n")
+        sys.stderr.write(as_line(problem) + "\n")
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        failed = storage_failed(problem)
+        sys.stderr.write(as_line(failed) + "\n")
+        sys.exit(failed.exit_code)

@@ -172,6 +172,9 @@ select {columns} from {table} where {filter} order by task_id
 -- name: has_submission
 select exists (select from {table} where submission_id = %(submission_id)s)
 
+-- name: has_function
+select exists (select from fabric.results where function = %(function)s)
+
 -- name: read_dead_letters
 select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
        engine_fingerprint, attempts, landed_at

@@ -58,7 +58,8 @@ def read(
     database: Database, *, function: str | None = None, submission_id: str | None = None
 ) -> pa.Table:
     """All landed rows of a function, of a submission, or of both. Tokens come as list<uint32>, vectors as
-    list<halffloat>. Raises UsageError when neither is given or the submission has no rows anywhere."""
+    list<halffloat>. Raises UsageError when neither is given, or when a
+    submission or a function without a table of its own has no rows anywhere."""
     schema, batches = scan(database, function=function, submission_id=submission_id)
     return pa.Table.from_batches(batches, schema)
 
@@ -69,7 +70,10 @@ def scan(
     """As `read`, in batches of at most ROWS_PER_BATCH rows, from one snapshot."""
     if function is None and submission_id is None:
         raise UsageError("say whose results: a function, a submission id, or both")
-    sink = sink_of(function) if function else _sink_of_submission(database, str(submission_id))
+    if function:
+        sink = _sink_of_function(database, function)
+    else:
+        sink = _sink_of_submission(database, str(submission_id))
     fields = _fields(sink, database.vector_type)
     schema = pa.schema([pa.field(field.name, field.arrow) for field in fields])
     condition = _condition(sink, function, submission_id)
@@ -138,6 +142,20 @@ def unaccounted(database: Database, task_ids: npt.NDArray[np.int64]) -> npt.NDAr
     with database.session() as connection:
         rows = connection.execute(query("unaccounted"), {"task_ids": task_ids.tolist()}).fetchall()
     return np.array([row[0] for row in rows], np.int64)
+
+
+def _sink_of_function(database: Database, function: str) -> Sink:
+    """A misspelt function is no empty result."""
+    sink = sink_of(function)
+    if sink is GENERIC:
+        with database.session() as connection:
+            row = connection.execute(query("has_function"), {"function": function}).fetchone()
+        if not (row and row[0]):
+            raise UsageError(
+                f"function {function!r} has no landed rows; {', '.join(sorted(SINKS))} have tables of their own, "
+                "and `fabric status` shows where tasks are"
+            )
+    return sink
 
 
 def _sink_of_submission(database: Database, submission_id: str) -> Sink:

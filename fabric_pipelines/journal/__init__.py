@@ -7,7 +7,18 @@ The bytes on disk are described in FORMAT.md, next to this file.
 
 from fabric_pipelines.journal.files import FileOps, OsFileOps
 from fabric_pipelines.journal.frame import DATA_KIND_MAX, Frame
-from fabric_pipelines.journal.journal import Journal
+from fabric_pipelines.journal.journal import Holding, Journal
 from fabric_pipelines.journal.recovery import RecoveryReport
+from fabric_pipelines.journal.scrub import Damage, ScrubSlice
 
-__all__ = ["DATA_KIND_MAX", "FileOps", "Frame", "Journal", "OsFileOps", "RecoveryReport"]
+__all__ = [
+    "DATA_KIND_MAX",
+    "Damage",
+    "FileOps",
+    "Frame",
+    "Holding",
+    "Journal",
+    "OsFileOps",
+    "RecoveryReport",
+    "ScrubSlice",
+]

@@ -45,6 +45,9 @@ class FileOps(Protocol):
     def map(self, fd: int, size: int) -> memoryview:
         """Read-only mapping; the file may not shrink while it lives."""
 
+    def unmap(self, view: memoryview) -> memoryview | None:
+        """End a mapping; while anybody still looks at it, it stays, and comes back to be ended later."""
+
 
 class OsFileOps:
     """Linux."""
@@ -115,6 +118,16 @@ class OsFileOps:
 
     def map(self, fd: int, size: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+    def unmap(self, view: memoryview) -> memoryview | None:
+        mapping = view.obj
+        assert isinstance(mapping, mmap.mmap)
+        view.release()
+        try:
+            mapping.close()
+        except BufferError:  # a lease or a completion cut from it is still on its way out
+            return memoryview(mapping)
+        return None
 
 
 def write_all(ops: FileOps, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:

@@ -15,8 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.journal.creation import create
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
     COMMIT,
@@ -37,8 +41,10 @@ from fabric_pipelines.journal.frame import (
     payload_crc,
     salt_of,
 )
-from fabric_pipelines.journal.identity import Identity, read_identity, write_identity
-from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, holds_frames, recover
+from fabric_pipelines.journal.identity import Identity, read_identity
+from fabric_pipelines.journal.index import Index, write_index
+from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
+from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     SUFFIX,
@@ -72,6 +78,17 @@ class _Pending:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """One segment as it stands: its file, the frames in it, the bytes they take."""
+
+    name: str
+    first_lsn: int
+    last_lsn: int
+    bytes: int
+    sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Spare:
     """A segment file that is allocated, fsynced and in a fsynced folder, ready for first use."""
 
@@ -99,7 +116,7 @@ class Journal:
         self.recovered: RecoveryReport = recovered.report
         self._uuid = identity.uuid_bytes
         self._salt = salt_of(identity.uuid_bytes)
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes
         self._clock, self._ops = clock, ops
         self._fds = fds
         self._segments = recovered.segments
@@ -115,6 +132,9 @@ class Journal:
         self._recorded_lsn = recovered.report.recorded_durable_lsn
         self._stopped = ""
         self._syncing = threading.Lock()
+        self._lent: list[tuple[Path, int, memoryview]] = []
+        self._scrub_epoch = 0
+        self._scrub_at = 0
 
     @classmethod
     def open(
@@ -124,8 +144,10 @@ class Journal:
         segment_bytes: int,
         clock: Clock = SYSTEM_CLOCK,
         ops: FileOps = OS_FILE_OPS,
+        lazy: bool = False,
     ) -> Journal:
-        """Create or recover the journal in `folder`, and hold it alone.
+        """Create or recover the journal in `folder`, and hold it alone. With `lazy` a sealed segment whose index
+        file fits is not read now: damage in it is found when a frame is first read, or by `scrub`.
 
         Raises AlreadyRunning if another process holds it, CorruptionFound if acknowledged bytes are
         damaged, VersionRefused for another format, StorageFailed for a folder that cannot be written.
@@ -139,8 +161,8 @@ class Journal:
             fds[folder / LOCK] = _lock(ops, folder)
             identity = read_identity(ops, folder)
             if identity is None:
-                identity = _create(ops, folder, segment_bytes, clock)
-            recovered = recover(ops, folder, identity, fds)
+                identity = create(ops, folder, segment_bytes, clock)
+            recovered = recover(ops, folder, identity, fds, lazy=lazy)
             journal = cls(
                 folder,
                 identity,
@@ -175,6 +197,32 @@ class Journal:
         return self._segments[0].first_lsn
 
     @property
+    def holdings(self) -> list[Holding]:
+        """Every segment held, oldest first; the last one is still written to."""
+        return [
+            Holding(s.path.name, s.first_lsn, s.last_lsn, s.end, s.sealed) for s in self._segments
+        ]
+
+    def lsns_of(self, kind: int) -> list[int]:
+        """The frames of one kind, in order, without reading them."""
+        found: list[int] = []
+        for segment in self._segments:
+            hits = np.flatnonzero(np.frombuffer(segment.kinds, np.uint16) == kind)
+            found += (hits + segment.first_lsn).tolist()
+        return found
+
+    def extents(self, lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of each frame, with the control frames behind it; 0 for those not held."""
+        sizes = np.zeros(len(lsns), np.int64)
+        for segment in self._segments:
+            mine = np.flatnonzero((lsns >= segment.first_lsn) & (lsns <= segment.last_lsn))
+            if len(mine):
+                ends = np.append(np.frombuffer(segment.offsets, np.uint64), segment.end)
+                spans = np.diff(ends.astype(np.int64))
+                sizes[mine] = spans[lsns[mine] - segment.first_lsn]
+        return sizes
+
+    @property
     def bytes_used(self) -> int:
         """Bytes of frames in live segments, written or in the open group."""
         return sum(segment.end for segment in self._segments) + self._group_bytes
@@ -182,7 +230,7 @@ class Journal:
     @property
     def bytes_allocated(self) -> int:
         """Disk space of the live segments and of the one in reserve; recycled files come on top."""
-        spare = self._segment_bytes if self._spare else 0
+        spare = self.segment_bytes if self._spare else 0
         return sum(segment.size for segment in self._segments) + spare
 
     def append(
@@ -276,13 +324,14 @@ class Journal:
 
     def view(self, lsn: int) -> tuple[Frame, bool]:
         """The frame `lsn` for taking a few rows out of it, and whether it is a view of a sealed segment. Such
-        a payload was checked when the journal was opened or written, and is not read through again: a
+        a payload is compared with its CRC once, at the open, the write or the first read, and then no more: a
         batch of tasks is megabytes, and a lease needs a row of each of hundreds."""
         self._require_working()
         if not self.first_lsn <= lsn <= self._written_lsn or not self._segment_of(lsn).sealed:
             return self.read(lsn), False
         segment = self._segment_of(lsn)
-        return self._frame(segment, segment.source(self._ops), lsn, trusted=True), True
+        trusted = segment.is_read(lsn)
+        return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
 
     def recycle_below(self, lsn: int) -> int:
         """Give up the sealed segments that end below `lsn`; returns how many. The decision is durable
@@ -305,8 +354,48 @@ class Journal:
         with self._failing_stops("recycling"):
             for segment in over:
                 self._ops.close(self._fds.pop(segment.path))
-                self._give_up(segment.path, segment.size)
+                if segment.mapped is None:
+                    self._give_up(segment.path, segment.size)
+                else:
+                    self._lent.append((segment.path, segment.size, segment.mapped.view))
+                    segment.mapped = None
+            self._take_back()
         return len(over)
+
+    def roll(self) -> None:
+        """Seal the segment that is written to, full or not, so that it can be recycled. Raises StorageFailed,
+        with nothing changed, when there is no room for another one."""
+        self._require_working()
+        assert not self._group, "a group is open: commit it before a roll"
+        if self._segments[-1].offsets:
+            if self._spare is None:
+                self._spare = self._prepare()
+            self._roll()
+
+    def scrub(self, budget_bytes: int) -> ScrubSlice:
+        """Compare the next frames of sealed segments with their CRCs, from the device, for about so many bytes.
+        Goes round: the slice that ends a round says so."""
+        self._require_working()
+        sealed = [segment for segment in self._segments if segment.sealed]
+        segment = next((s for s in sealed if s.epoch >= self._scrub_epoch), None)
+        if segment is None:
+            self._scrub_epoch = self._scrub_at = 0  # the rest of this round was recycled
+            return ScrubSlice(0, 0, (), round_ended=True)
+        if segment.epoch != self._scrub_epoch:
+            self._scrub_epoch, self._scrub_at = segment.epoch, 0
+        if not self._scrub_at:
+            with self._failing_stops("scrubbing"):
+                self._ops.forget_cache(segment.fd)
+        with self._failing_stops("scrubbing"):
+            found, self._scrub_at = scrub_frames(
+                self._ops, segment, self._salt, self._scrub_at, budget_bytes
+            )
+        if self._scrub_at >= len(segment.offsets):
+            self._scrub_epoch, self._scrub_at = segment.epoch + 1, 0
+        ended = segment is sealed[-1] and self._scrub_at == 0
+        if ended:
+            self._scrub_epoch = 0
+        return ScrubSlice(found.bytes, found.frames, found.damaged, round_ended=ended)
 
     def close(self) -> None:
         """Let go of files and lock. Idempotent. An uncommitted group is dropped: nobody was told it is kept."""
@@ -336,6 +425,8 @@ class Journal:
     def _frame(self, segment: Segment, source: Source, lsn: int, *, trusted: bool = False) -> Frame:
         offset = segment.offsets[lsn - segment.first_lsn]
         found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+        if found is not None and not trusted:
+            segment.mark_read(lsn)
         if found is None or found.header.lsn != lsn:
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
@@ -364,7 +455,7 @@ class Journal:
     def _make_room(self, group_bytes: int, essential: bool) -> None:
         """See to it that a group of so many bytes can be written, if need be by preparing a segment now."""
         size = group_bytes + CONTROL_FRAME_BYTES
-        most = self._segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
+        most = self.segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
         if size > most:
             raise UsageError(
                 f"a commit group of {size} bytes does not fit a segment, which takes {most}: commit more "
@@ -378,6 +469,7 @@ class Journal:
     def _prepare(self) -> _Spare:
         """Allocate the next segment file: contents, size and name durable before first use."""
         with self._failing_stops("preparing a segment"):
+            self._take_back()
             if self._free:
                 path = self._free.pop(0)
                 fd = self._fds[path] if path in self._fds else self._ops.open(path)
@@ -389,7 +481,7 @@ class Journal:
 
     def _allocate(self, path: Path, fd: int) -> _Spare:
         try:
-            self._ops.fallocate(fd, self._segment_bytes)
+            self._ops.fallocate(fd, self.segment_bytes)
         except OSError as fault:
             with self._failing_stops("preparing a segment"):
                 if fault.errno not in FULL:
@@ -435,6 +527,7 @@ class Journal:
         buffers += self._control(COMMIT, segment.epoch, last_lsn, durable, first_lsn=first_lsn)
         segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
         segment.offsets.extend(offsets)
+        segment.kinds.extend(pending.kind for pending in self._group)
         self._written_lsn = last_lsn
         self._recorded_lsn = max(self._recorded_lsn, durable)
         self._group, self._group_bytes = [], 0
@@ -489,7 +582,7 @@ class Journal:
         new = Segment(
             path=spare.path,
             fd=spare.fd,
-            size=self._segment_bytes,
+            size=self.segment_bytes,
             epoch=old.epoch + 1,
             first_lsn=self._written_lsn + 1,
             end=FIRST_FRAME_OFFSET,
@@ -510,9 +603,30 @@ class Journal:
             segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
             self._ops.fdatasync(segment.fd)
             segment.sealed = True
+            self._write_index(segment, chain)
+
+    def _write_index(self, segment: Segment, chain: int) -> None:
+        index = Index(
+            segment.epoch, segment.first_lsn, segment.end, chain, segment.offsets, segment.kinds
+        )
+        try:
+            write_index(self._ops, segment.path, index, self._uuid)
+        except OSError as fault:
+            if fault.errno not in FULL:  # without it the segment is read through at the next open
+                raise
+
+    def _take_back(self) -> None:
+        """Files of recycled segments that nobody reads any more may be written again."""
+        lent, self._lent = self._lent, []
+        for path, size, view in lent:
+            still = self._ops.unmap(view)
+            if still is None:
+                self._give_up(path, size)
+            else:
+                self._lent.append((path, size, still))
 
     def _give_up(self, path: Path, size: int) -> None:
-        if size == self._segment_bytes:
+        if size == self.segment_bytes:
             self._free.append(path)
         else:
             self._ops.unlink(path)
@@ -542,42 +656,6 @@ def _lock(ops: FileOps, folder: Path) -> int:
             f"a broker already runs on journal {folder} (pid {holder}): stop it with `fabric down`, or set "
             "FABRIC_HOME to another folder"
         ) from None
-
-
-def _create(ops: FileOps, folder: Path, segment_bytes: int, clock: Clock) -> Identity:
-    """First segment durable, then the identity: its rename is the moment the journal exists."""
-    for name in ops.names(folder):
-        if name.endswith(SUFFIX):
-            _remove_stillborn(ops, folder / name)
-    identity = Identity.draw()
-    fd = ops.open(folder / f"{1:08d}{SUFFIX}", create=True)
-    try:
-        ops.fallocate(fd, segment_bytes)
-        control = Control(0, 0, 0, 1, 0, 0, identity.uuid_bytes)
-        salt = salt_of(identity.uuid_bytes)
-        write_all(
-            ops, fd, pack_control(SEGMENT, control, epoch=1, time_us=clock.wall_us(), salt=salt), 0
-        )
-        ops.fsync(fd)
-    finally:
-        ops.close(fd)
-    ops.fsync_folder(folder)
-    write_identity(ops, folder, identity)
-    return identity
-
-
-def _remove_stillborn(ops: FileOps, path: Path) -> None:
-    """A crash during creation leaves a segment without content. One with content means a lost identity."""
-    fd = ops.open(path)
-    try:
-        if holds_frames(ops, fd):
-            raise CorruptionFound(
-                f"{path} holds frames but the journal's identity.json is missing: restore that file from a "
-                "copy, or move the segments away to start anew"
-            )
-    finally:
-        ops.close(fd)
-    ops.unlink(path)
 
 
 def _close_all(ops: FileOps, fds: dict[Path, int]) -> None:

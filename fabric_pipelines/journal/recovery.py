@@ -19,6 +19,7 @@ from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
     COMMIT,
+    CONTROL_FRAME_BYTES,
     CONTROL_KINDS,
     DURABLE,
     MAGIC,
@@ -30,6 +31,7 @@ from fabric_pipelines.journal.frame import (
     salt_of,
 )
 from fabric_pipelines.journal.identity import Identity
+from fabric_pipelines.journal.index import read_index
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     SUFFIX,
@@ -78,6 +80,8 @@ class Scan:
     end: int = FIRST_FRAME_OFFSET
     sealed: bool = False
     offsets: array[int] = field(default_factory=lambda: array("Q"))
+    kinds: array[int] = field(default_factory=lambda: array("H"))
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,11 @@ class Candidate:
     start: Control
 
 
-def recover(ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]) -> Recovered:
-    """Read every segment of `folder`. Opened descriptors are left in `fds`, whatever happens."""
+def recover(
+    ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int], *, lazy: bool = False
+) -> Recovered:
+    """Read every segment of `folder`; with `lazy` not those sealed ones whose index file and SEAL frame agree.
+    Opened descriptors are left in `fds`, whatever happens."""
     candidates, free = _candidates(ops, folder, identity, fds)
     if not candidates:
         raise CorruptionFound(
@@ -114,7 +121,11 @@ def recover(ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
     live = _live(folder, candidates, tail.low_epoch)
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
 
-    scans = [_scan(ops, candidate, salt) for candidate in live[:-1]] + [tail]
+    scans = [
+        (_summary(ops, candidate, identity, salt) if lazy else None) or _scan(ops, candidate, salt)
+        for candidate in live[:-1]
+    ]
+    scans.append(tail)
     untouched = tail.end == FIRST_FRAME_OFFSET and beyond.frames == 0
     unfinished = _require_joined(live, scans, untouched)
     segments = [
@@ -126,7 +137,9 @@ def recover(ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
             first_lsn=candidate.start.last_lsn + 1,
             end=scan.end,
             offsets=scan.offsets,
+            kinds=scan.kinds,
             sealed=scan.sealed,
+            unread=bytearray(b"\1") * len(scan.offsets) if scan.unread else None,
         )
         for candidate, scan in zip(live, scans, strict=True)
     ]
@@ -145,6 +158,37 @@ def recover(ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
         low_epoch=tail.low_epoch,
         unfinished_roll=segments[-2] if unfinished else None,
         report=report,
+    )
+
+
+def _summary(ops: FileOps, candidate: Candidate, identity: Identity, salt: int) -> Scan | None:
+    """What `_scan` would find, from the index file and the SEAL frame alone; None unless both fit this very
+    use of the segment file. The SEAL frame's chain covers every frame header, payload CRCs included."""
+    index = read_index(ops, candidate.path, identity.uuid_bytes)
+    if index is None or (index.epoch, index.first_lsn) != (
+        candidate.epoch,
+        candidate.start.last_lsn + 1,
+    ):
+        return None
+    offset = index.end - CONTROL_FRAME_BYTES
+    window = Window(ops, candidate.fd, candidate.size, step=CONTROL_FRAME_BYTES)
+    seal = frame_at(window, offset, epoch=candidate.epoch, salt=salt)
+    if seal is None or seal.control is None or seal.header.kind != SEAL:
+        return None
+    control = seal.control
+    if (control.last_lsn, control.chain) != (index.last_lsn, index.chain):
+        return None
+    return Scan(
+        last_lsn=control.last_lsn,
+        chain=control.chain,
+        durable_lsn=control.durable_lsn,
+        low_epoch=control.low_epoch,
+        opens=control.opens,
+        end=index.end,
+        sealed=True,
+        offsets=index.offsets,
+        kinds=index.kinds,
+        unread=True,
     )
 
 
@@ -173,7 +217,8 @@ def _candidates(
         ops.fdatasync(fd)
         ops.forget_cache(fd)
         size = ops.size(fd)
-        found = frame_at(Window(ops, fd, size), 0, epoch=None, salt=0)
+        first = Window(ops, fd, size, step=CONTROL_FRAME_BYTES)
+        found = frame_at(first, 0, epoch=None, salt=0)
         if found is None or found.control is None or found.header.kind != SEGMENT:
             free.append(path)
             continue
@@ -205,6 +250,7 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int) -> Scan:
     )
     offset, chain = scan.end, scan.chain
     group: list[int] = []
+    kinds: list[int] = []
     while not scan.sealed:
         found = frame_at(window, offset, epoch=candidate.epoch, salt=salt)
         if found is None:
@@ -213,14 +259,16 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int) -> Scan:
             if found.header.lsn != scan.last_lsn + len(group) + 1:
                 break
             group.append(offset)
+            kinds.append(found.header.kind)
         elif not _closes(found, scan, chain, len(group)):
             break
         offset += found.header.frame_bytes
         if found.header.kind != SEAL:
             chain = extend_chain(chain, found.raw_header)
         if found.control is not None:
+            scan.kinds.extend(kinds)
             _accept(scan, found, found.control, chain, offset, group)
-            group = []
+            group, kinds = [], []
     return scan
 
 

@@ -53,15 +53,17 @@ class Window:
 
 class Mapped:
     def __init__(self, view: memoryview) -> None:
-        self._view = view
+        self.view = view
 
     def at(self, offset: int, length: int) -> memoryview:
-        return self._view[offset : offset + length]
+        return self.view[offset : offset + length]
 
 
 @dataclass(slots=True)
 class Segment:
-    """`offsets[i]` is where data frame `first_lsn + i` begins; `end` is where the next frame goes."""
+    """`offsets[i]` is where data frame `first_lsn + i` begins and `kinds[i]` its kind; `end` is where the next
+    frame goes. `unread[i]` is 1 while nobody has compared that frame with its CRCs since the journal was
+    opened; None when all were read."""
 
     path: Path
     fd: int
@@ -70,8 +72,10 @@ class Segment:
     first_lsn: int
     end: int
     offsets: array[int] = field(default_factory=lambda: array("Q"))
+    kinds: array[int] = field(default_factory=lambda: array("H"))
     sealed: bool = False
     mapped: Mapped | None = None
+    unread: bytearray | None = None
 
     @property
     def last_lsn(self) -> int:
@@ -82,6 +86,13 @@ class Segment:
         at = lsn - self.first_lsn
         following = self.offsets[at + 1] if at + 1 < len(self.offsets) else self.end
         return following - self.offsets[at]
+
+    def is_read(self, lsn: int) -> bool:
+        return self.unread is None or not self.unread[lsn - self.first_lsn]
+
+    def mark_read(self, lsn: int) -> None:
+        if self.unread is not None:
+            self.unread[lsn - self.first_lsn] = 0
 
     def source(self, ops: FileOps, step: int = WINDOW_BYTES) -> Source:
         if not self.sealed:

@@ -16,6 +16,7 @@ from fabric_pipelines.models.cache import (
     part_mark,
     prune,
     pull,
+    require_whole,
     tokeniser,
     verify,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "part_mark",
     "prune",
     "pull",
+    "require_whole",
     "tokeniser",
     "verify",
 ]

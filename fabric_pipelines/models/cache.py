@@ -90,7 +90,10 @@ def pull(
             for recipe in RECIPES[spec.architecture]:
                 _ensure_part(recipe, files, board)
     except OSError as fault:
-        raise StorageFailed(f"the model cache {cache} cannot be written ({fault})") from fault
+        raise StorageFailed(
+            f"the model cache {cache} cannot be written ({fault.strerror or fault}): free some space, or "
+            "choose another folder with FABRIC_MODELS"
+        ) from fault
     return files
 
 
@@ -119,7 +122,21 @@ def _require_present(name: str, folder: Path) -> None:
 
 def tokeniser(name: str, cache: Path) -> Tokeniser:
     """The tokeniser of a pulled model."""
-    return Tokeniser(part_folder(name, TOKENISER, cache))
+    folder = part_folder(name, TOKENISER, cache)
+    require_whole(folder)
+    return Tokeniser(folder)
+
+
+def require_whole(folder: Path) -> None:
+    """DigestMismatch when a file of a part is not the one that was converted: a flipped bit in the weights
+    would make wrong results under the right fingerprint."""
+    described = contents(folder)
+    for name, entry in described["files"].items():
+        if sha256_file(folder / name) != entry["sha256"]:
+            raise DigestMismatch(
+                f"{folder / name} changed since it was converted (sha256 differs): delete the folder {folder} and "
+                f"run `fabric models pull {described['model']}`"
+            )
 
 
 def part_mark(name: str, part: str) -> str:

@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric_pipelines.errors import AlreadyRunning, FabricError, Interrupted, StartFailed
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    FabricError,
+    Interrupted,
+    StartFailed,
+    from_line,
+)
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise.child import last_lines, rotate
 from fabric_pipelines.supervise.orphans import end_marked
@@ -52,7 +58,7 @@ def up(
     """Start everything and return once all of it runs; `foreground` stays until it is stopped. `table`
     replaces the fabric's own processes.
 
-    Raises AlreadyRunning for a second one, StartFailed with the last log lines of what did not come up (the
+    Raises AlreadyRunning for a second one, StartFailed with the sentence of what did not come up (the
     rest is stopped again), Interrupted on Ctrl-C.
     """
     say = _to_stderr if say is None else say
@@ -79,7 +85,9 @@ def up(
         return _await_running(place, say, started_s)
     except KeyboardInterrupt:
         down(settings)
-        raise Interrupted("stopped before everything ran; nothing is lost") from None
+        raise Interrupted(
+            "stopped before everything ran; nothing is lost, so run the same command again"
+        ) from None
     except FabricError:
         down(settings)
         raise
@@ -151,7 +159,7 @@ def _start_detached(
         )
     if started.returncode:
         raise StartFailed(
-            f"the supervisor did not start; its log {place.own_log} ends with:\n{last_lines(place.own_log)}"
+            f"the supervisor did not start ({last_lines(place.own_log, 1)}); see its log {place.own_log}"
         )
 
 
@@ -186,14 +194,9 @@ def _await_running(place: Place, say: Callable[[str], None], started_s: float) -
                 told[item.name] = line
         fault = next((item for item in found.processes if item.start_fault), None)
         if fault is not None:
-            raise StartFailed(
-                f"{fault.name} did not start ({fault.start_fault}); its log {fault.log} ends with:\n"
-                f"{last_lines(Path(fault.log))}"
-            )
+            raise _start_failed(fault)
         if not found.running:
-            raise StartFailed(
-                f"the supervisor ended; its log {place.own_log} ends with:\n{last_lines(place.own_log)}"
-            )
+            raise StartFailed(f"the supervisor ended; see its log {place.own_log}")
         seconds = time.monotonic() - started_s
         if found.all_running and found.pid is not None:
             return UpReport(
@@ -203,6 +206,16 @@ def _await_running(place: Place, say: Callable[[str], None], started_s: float) -
             late = [item.name for item in found.processes if item.state != "running"]
             raise StartFailed(f"not running after {UP_S:.0f} s: {', '.join(late)}")
         time.sleep(POLL_S)
+
+
+def _start_failed(item: ProcessState) -> StartFailed:
+    """What the process itself said at its end, with its exit code; else how it ended and where to look."""
+    for line in reversed(last_lines(Path(item.log)).splitlines()):
+        if said := from_line(line):
+            cls, sentence = said
+            return StartFailed(f"{item.name} did not start: {sentence}", cls.exit_code)
+    why = f"{item.start_fault}: {last_lines(Path(item.log), 1)}"
+    return StartFailed(f"{item.name} did not start ({why}); see its log {item.log}")
 
 
 def _already_running(place: Place) -> AlreadyRunning:

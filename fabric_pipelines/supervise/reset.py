@@ -1,19 +1,24 @@
 """Empties a home: what the fabric keeps there, how large it is, and its removal.
 
 Removes only what the fabric itself makes, by name: a FABRIC_HOME that was pointed to somebody's folder by
-mistake loses nothing else. Never touches a database of FABRIC_PG_URL, an s3:// lake or the model cache.
+mistake loses nothing else. Never touches a database of FABRIC_PG_URL, an s3:// lake or the model cache. Refuses
+while anything runs on the home: an emptied home under a running broker is neither kept nor gone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_pipelines.dataplane.postgres import place
-from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.errors import AlreadyRunning, StorageFailed
 from fabric_pipelines.settings import Settings
+from fabric_pipelines.supervise.place import Place
 
 OWN_NAMES = (
     "dagster",
@@ -36,6 +41,51 @@ class Contents:
     foreign: tuple[str, ...]
 
 
+def require_idle(settings: Settings) -> None:
+    """AlreadyRunning when a supervisor runs on the home."""
+    found = Place.of(settings).read_state()
+    if found.running:
+        raise AlreadyRunning(
+            f"the fabric of {settings.home} runs, pid {found.pid or 'unknown'}: stop it with `fabric down` "
+            "before you reset it"
+        )
+
+
+@contextmanager
+def alone(settings: Settings) -> Iterator[None]:
+    """While it lasts no `fabric up` can start on the home; AlreadyRunning if a process that somebody started by
+    hand holds anything in it."""
+    supervisor = Place.of(settings)
+    made = supervisor.runtime_dir.is_dir()
+    lock = supervisor.take_lock(patience_s=0.3) if made else None
+    try:
+        if lock is None:
+            require_idle(settings)
+        for path in _locks(settings):
+            _require_free(path)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locks(settings: Settings) -> list[Path]:
+    devices = sorted(settings.runtime_dir.glob("device-*.lock"))
+    return [settings.journal_dir / "lock", place(settings).data.parent / "postgres.lock", *devices]
+
+
+def _require_free(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyRunning(
+                f"{path} is held by a process that runs ({lock.read().strip()}): stop it before you reset"
+            ) from None
+
+
 def contents(settings: Settings) -> Contents:
     home = settings.home
     inside = sorted(home.iterdir()) if home.is_dir() else []
@@ -43,7 +93,12 @@ def contents(settings: Settings) -> Contents:
     folders = {path for path in inside if path.name in OWN_NAMES}
     server = (where.data.parent,) if where.elsewhere else (where.data, where.sockets)
     folders |= {path for path in (settings.runtime_dir, *server) if path.exists()}
-    tops = tuple(sorted(path for path in folders if not folders & set(path.parents)))
+    tops = tuple(
+        sorted(
+            (path for path in folders if not folders & set(path.parents)),
+            key=lambda path: (path == settings.runtime_dir, path),  # the lock goes last
+        )
+    )
     foreign = tuple(path.name for path in inside if path.name not in OWN_NAMES)
     return Contents(tops, sum(folder_size(path) for path in tops), foreign)
 

@@ -34,6 +34,13 @@ class MemoryJournal:
         return len(self._durable) + len(self._group) + 1
 
     @property
+    def first_lsn(self) -> int:
+        return 1
+
+    def lsns_of(self, kind: int) -> list[int]:
+        return [frame.lsn for frame in self._durable if frame.kind == kind]
+
+    @property
     def durable_lsn(self) -> int:
         return len(self._durable)
 

@@ -224,6 +224,9 @@ class SimDisk:
         self._call("map")
         return memoryview(self._cache.contents[self._open[fd]][:size])
 
+    def unmap(self, view: memoryview) -> memoryview | None:
+        return None
+
     # how
 
     def _call(self, name: str) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from fabric_pipelines import settings as settings_module
-from fabric_pipelines.errors import FabricError
+from fabric_pipelines.errors import FabricError, as_line
 from fabric_pipelines.worker.service import log_to_stderr, print_report, run_engine
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             until_idle=asked.until_idle,
         )
     except FabricError as fault:
-        sys.stderr.write(f"{fault}\n")
+        sys.stderr.write(as_line(fault) + "\n")
         if os.environ.get("FABRIC_DEBUG") == "1":
             raise
         return fault.exit_code

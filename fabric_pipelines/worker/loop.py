@@ -240,6 +240,8 @@ class WorkerLoop:
             self._attached = False
             self._retry_s = now
             return
+        if self._retry_delay == self._pace.retry_s:
+            LOG.warning("waiting for the broker: %s", fault)
         self._retry_s = now + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, self._pace.retry_max_s)
 

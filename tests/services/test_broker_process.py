@@ -6,7 +6,6 @@ the journal's own tests.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -26,6 +25,7 @@ import pytest
 
 from fabric_pipelines import settings
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.wire import from_flight_error
 from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
@@ -430,17 +430,27 @@ def test_a_journal_that_cannot_be_written_ends_the_process_with_one_sentence(
 def raw_upload(broker: Broker, command: bytes, batch: pa.RecordBatch, note: bytes) -> str:
     """What a producer in another language might send; the first answer that is an error."""
     client = flight.FlightClient(broker.settings.broker_endpoint)
-    found = ""
+    found, faults = "", []
     with client:
         writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema)
-        with contextlib.suppress(flight.FlightError, pa.ArrowException):
+        try:
             writer.write_with_metadata(batch, note)
             writer.done_writing()
-        with contextlib.suppress(flight.FlightError, pa.ArrowException), writer:
-            while (answer := reader.read()) is not None:
-                head = json.loads(bytes(answer))
-                if "error" in head:
-                    found = found or f"{head['error']}: {head['message']}"
+        except (flight.FlightError, pa.ArrowException) as fault:
+            faults.append(fault)
+        try:
+            with writer:
+                while (answer := reader.read()) is not None:
+                    head = json.loads(bytes(answer))
+                    if "error" in head:
+                        found = found or f"{head['error']}: {head['message']}"
+        except (flight.FlightError, pa.ArrowException) as fault:
+            faults.append(fault)
+    for fault in (
+        () if found else faults
+    ):  # a stream that ended while it was written has its error there
+        typed = from_flight_error(fault, broker.settings.broker_endpoint)
+        found = f"{typed.code}: {typed}"
     return found
 
 

@@ -130,6 +130,6 @@ def test_the_same_file_submitted_twice_is_one_submission(on: Stage) -> None:
 def test_results_for_a_folder_that_is_not_there_are_one_sentence(on: Stage, tmp_path: Path) -> None:
     process = spawn_fabric(on, "results", "generate", "--out", str(tmp_path / "no" / "x.csv"))
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "cannot be written" in err
     assert "Traceback" not in err

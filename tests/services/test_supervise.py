@@ -159,7 +159,7 @@ def process_of(report: supervise.UpReport, name: str) -> ProcessState:
 
 def test_a_process_that_cannot_start_is_named_with_its_last_log_lines(settings: Settings) -> None:
     broken = script("broken", "import sys; print('the disk is on fire'); sys.exit(3)")
-    with pytest.raises(StartFailed, match=r"broken did not start \(exit code 3\)") as caught:
+    with pytest.raises(StartFailed, match=r"broken did not start \(exit code 3: ") as caught:
         start(settings, script("a"), broken)
     assert "the disk is on fire" in str(caught.value)
     assert not supervise.state(settings).running

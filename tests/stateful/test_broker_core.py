@@ -192,7 +192,9 @@ class BrokerMachine(RuleBasedStateMachine):
         leases = [self.lease_of(at) for at in mine]
         assert self.bench.owner.nack(name, np.array(ids), "test", attempted) == len(mine)
         for at in mine:
-            self.come_back(at, blame=attempted and leases.count(leases[mine.index(at)]) == 1)
+            lease_id = leases[mine.index(at)]
+            alone = leases.count(lease_id) == 1 and lease_id == min(leases)
+            self.come_back(at, blame=attempted and alone)
         self.commit()
 
     # -- completion
@@ -229,7 +231,7 @@ class BrokerMachine(RuleBasedStateMachine):
         return int(self.bench.owner.core.state.index.lease[sequence_of(at)])
 
     def come_back(self, at: int, *, blame: bool) -> None:
-        """An attempt is counted only for a task that was alone in its lease."""
+        """An attempt is counted only for a task that was alone in the oldest lease, the one that ran."""
         task = self.twin.tasks[at]
         task.attempts += blame
         task.state = "computed" if blame and task.attempts >= ATTEMPTS_MAX else "ready"
@@ -241,8 +243,10 @@ class BrokerMachine(RuleBasedStateMachine):
         sizes = {k: v.open for k, v in self.bench.owner.core.state.leases.items()}
         for name in [n for n, deadline in self.attached.items() if deadline < now]:
             del self.attached[name]
-            for at in self.twin.ids("leased", name):
-                self.come_back(at, blame=sizes[self.lease_of(at)] == 1)
+            held = {at: self.lease_of(at) for at in self.twin.ids("leased", name)}
+            for at, lease_id in held.items():
+                alone = sizes[lease_id] == 1 and lease_id == min(held.values())
+                self.come_back(at, blame=alone)
         if now >= self.grace_s:
             for at in self.twin.ids("in_doubt"):
                 self.twin.tasks[at].state = "ready"

@@ -16,7 +16,7 @@ import pytest
 
 from fabric_pipelines import api
 from fabric_pipelines.api import Fabric, read_prompts, write_table
-from fabric_pipelines.errors import BrokerUnavailable, StorageFailed, UsageError
+from fabric_pipelines.errors import BrokerUnavailable, UsageError
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.testing.word_tokeniser import WordTokeniser
@@ -207,6 +207,6 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     table = pa.table({"a": [1]})
     with pytest.raises(UsageError, match="suffix"):
         write_table(table, tmp_path / "x.docx")
-    with pytest.raises(StorageFailed, match=r"x\.csv cannot be written"):
+    with pytest.raises(UsageError, match=r"x\.csv cannot be written: make the folder"):
         write_table(table, tmp_path / "missing" / "x.csv")
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from fabric_pipelines import errors
@@ -52,3 +55,23 @@ def test_an_error_keeps_its_type_by_its_code() -> None:
 def test_a_missing_package_names_the_install_command() -> None:
     fault = errors.MissingDependency("ctranslate2", "embedded", "the generation engine")
     assert 'pip install "fabric-pipelines[embedded]"' in str(fault)
+
+
+def test_an_error_keeps_type_and_sentence_in_the_last_line_of_a_log() -> None:
+    line = errors.as_line(errors.DigestMismatch("file x\nis not the pinned one"))
+    assert line == "DigestMismatch: file x is not the pinned one"
+    assert errors.from_line(line) == (errors.DigestMismatch, "file x is not the pinned one")
+    missing = errors.MissingDependency("onnx", "embedded", "embedding")
+    assert errors.from_line(errors.as_line(missing)) == (errors.MissingDependency, str(missing))
+    for other in ("", "broker ready", "KeyError: 'x'", "errors.StorageFailed: x", "Refused"):
+        assert errors.from_line(other) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free some space"), (errno.EROFS, "FABRIC_HOME"), (errno.EIO, "error")],
+)
+def test_an_unexpected_oserror_names_its_file_and_a_remedy(number: int, remedy: str) -> None:
+    fault = errors.storage_failed(OSError(number, os.strerror(number), "/x/y"))
+    assert str(fault).startswith("/x/y: ")
+    assert remedy in str(fault)

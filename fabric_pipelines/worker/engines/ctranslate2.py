@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.cuts import by_length, shared_prefix
@@ -53,6 +54,7 @@ class Ctranslate2Engine(SteppingEngine):
     def _load(self) -> None:
         self._runtime = _import()
         require(self.manifest, "version", f"ctranslate2 {self._runtime.__version__}", "the runtime")
+        models.require_whole(self._folder.path)
         self._generator = self._open_generator()
         found = self._generator.compute_type.partition("_")[0]
         require(self.manifest, "weight_quantisation", found, "the loaded model")

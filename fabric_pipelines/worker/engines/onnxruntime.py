@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency
 from fabric_pipelines.models.onnx_graph import truncated
 from fabric_pipelines.records.profile import Profile
@@ -59,6 +60,7 @@ class OnnxRuntimeEngine(SteppingEngine):
     def _load(self) -> None:
         self._runtime = _import()
         require(self.manifest, "version", f"onnxruntime {self._runtime.__version__}", "the runtime")
+        models.require_whole(self._folder.path)
         self._session = self._open_session(str(self._folder.path / GRAPH))
 
     def _open_session(self, graph: str | bytes) -> Any:

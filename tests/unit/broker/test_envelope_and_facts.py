@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 
 from fabric_pipelines.broker.envelope import ALIGNMENT, pack, unpack
 from fabric_pipelines.broker.facts import (
+    CheckpointTaken,
     Claimed,
     Computed,
+    Dropped,
     Enqueued,
     Fact,
     Kind,
     LanesStepped,
     Leased,
+    Moved,
+    MovedComputed,
     Returned,
     Settled,
     Started,
@@ -23,7 +27,9 @@ from fabric_pipelines.broker.facts import (
     SubmissionOpened,
     decode,
     kind_of,
+    numbers_of,
     rows_of,
+    runs_of,
 )
 from fabric_pipelines.errors import CorruptionFound, SchemaError
 from tests.support_broker import submission_of, tasks_of
@@ -43,6 +49,10 @@ FACTS: list[Fact] = [
     Settled(True, THREE, "dead_letter", {"cluster": "c", "xid": 1, "table": "t"}),
     Started("0.1.0"),
     LanesStepped(np.arange(10, dtype=np.int64).reshape(2, 5)),
+    CheckpointTaken(70, "d" * 64, 1234),
+    Dropped(60, 70, "d" * 64),
+    Moved(np.array([3, 4, 5, 9, 11, 12], np.int64), np.array([0, 2], np.int64), b"arrow"),
+    MovedComputed(THREE, b"arrow"),
 ]
 
 
@@ -81,6 +91,12 @@ def test_a_shortened_fact_is_corruption_and_says_where(fact: Fact) -> None:
 def test_a_kind_of_a_newer_broker_is_refused_by_name() -> None:
     with pytest.raises(CorruptionFound, match="kind 99"):
         decode(99, b"".join(pack({})), "LSN 3")
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_numbers_survive_as_runs(numbers: set[int]) -> None:
+    ascending = np.array(sorted(numbers), np.int64)
+    assert numbers_of(runs_of(ascending)).tolist() == sorted(numbers)
 
 
 @given(

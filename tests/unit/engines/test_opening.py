@@ -11,6 +11,7 @@ import pytest
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import (
+    DigestMismatch,
     EngineFailed,
     ManifestRefused,
     MissingDependency,
@@ -96,10 +97,25 @@ def test_a_truncated_weight_file_is_refused_before_loading(own_cache: Path) -> N
         registry.open_engine("hidden", cache=own_cache, threads=1)
 
 
+@pytest.mark.parametrize(("name", "file"), [("generate", "model.bin"), ("hidden", "trunk.weights")])
+def test_one_flipped_bit_of_the_weights_is_refused_before_loading(
+    own_cache: Path, name: str, file: str
+) -> None:
+    path = _folder(name, own_cache) / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DigestMismatch, match=f"{file} changed .*run `fabric models pull tiny"):
+        registry.open_engine(name, cache=own_cache, threads=1)
+
+
 @pytest.mark.parametrize(("name", "file"), [("generate", "model.bin"), ("hidden", "trunk.onnx")])
-def test_garbage_of_the_right_size_is_one_sentence(own_cache: Path, name: str, file: str) -> None:
+def test_a_file_that_the_runtime_cannot_read_is_one_sentence(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
     path = _folder(name, own_cache) / file
     path.write_bytes(b"\xff" * path.stat().st_size)
+    monkeypatch.setattr(models, "require_whole", lambda folder: None)
     with pytest.raises(EngineFailed, match=r"cannot be loaded (.|\n)*run `fabric models pull`"):
         registry.open_engine(name, cache=own_cache, threads=1)
 

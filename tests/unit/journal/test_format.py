@@ -102,3 +102,25 @@ def test_a_segment_of_another_journal_is_refused(tmp_path: Path) -> None:
     identity.write_text(identity.read_text().replace(UUID.hex(), UUID[::-1].hex()))
     with pytest.raises(CorruptionFound, match="belongs to journal 000102"):
         Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES)
+
+
+def test_an_index_file_is_what_the_page_says_and_one_made_from_it_is_believed(
+    tmp_path: Path,
+) -> None:
+    with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES) as journal:
+        uuid = bytes.fromhex(journal.journal_id)
+        for kind in (5, 6, 9):
+            journal.append(kind, bytes(100), rows=1, time_us=1)
+        journal.commit()
+        journal.roll()
+    index, segment = tmp_path / "00000001.index", tmp_path / "00000001.segment"
+    seal = segment.read_bytes().rindex(b"FPJ\1")
+    chain = struct.unpack_from("<QQQQI", segment.read_bytes(), seal + 64)[4]
+    body = struct.pack("<4sIQQQQI16s", b"FPI\1", 1, 1, 1, 3, seal + 128, chain, uuid)
+    body += struct.pack("<3Q3H", 256, 448, 640, 5, 6, 9)
+    made = body + struct.pack("<I", google_crc32c.value(body))
+    assert index.read_bytes() == made
+    index.write_bytes(made + b"left from an earlier use")
+    with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES, lazy=True) as journal:
+        assert journal._segments[0].unread == bytearray(b"\1\1\1")
+        assert journal.lsns_of(6) == [2]

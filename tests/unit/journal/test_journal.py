@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -291,3 +291,164 @@ def test_a_group_larger_than_a_segment_is_refused(tmp_path: Path) -> None:
         assert journal.commit() == 1
     with pytest.raises(UsageError, match="multiple of 4096"):
         Journal.open(tmp_path, segment_bytes=5000)
+
+
+# -- lazy opening, index files, scrub
+
+
+class CountingOps(OsFileOps):
+    """How many bytes were read of each file."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        count = super().preadv(fd, buffer, offset)
+        self.bytes_read += count
+        return count
+
+
+def filled(folder: Path) -> list[bytes]:
+    """About eight segments; the payloads in them."""
+    payloads = [bytes([n]) * 700 for n in range(80)]
+    with opened(folder) as journal:
+        for n, payload in enumerate(payloads):
+            journal.append(7 + n % 3, payload, rows=1, time_us=n)
+            journal.commit()
+    return payloads
+
+
+def lazily(folder: Path, ops: FileOps | None = None) -> Journal:
+    return Journal.open(folder, segment_bytes=SEGMENT_BYTES, ops=ops or OsFileOps(), lazy=True)
+
+
+def test_a_lazy_open_reads_sealed_segments_once_at_their_first_read(tmp_path: Path) -> None:
+    payloads = filled(tmp_path)
+    eager, lazy = CountingOps(), CountingOps()
+    opened(tmp_path, eager).close()
+    with lazily(tmp_path, lazy) as journal:
+        assert lazy.bytes_read < eager.bytes_read / 2
+        assert contents(journal) == payloads
+        assert [bytes(journal.view(n + 1)[0].payload) for n in range(80)] == payloads
+
+
+def test_frames_of_a_kind_are_found_without_reading_them(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for opening in (opened, lazily):
+        with opening(tmp_path) as journal:
+            assert journal.lsns_of(8) == list(range(2, 81, 3))
+            sizes = journal.extents(np.arange(0, 82))
+            assert sizes[0] == sizes[81] == 0
+            assert sizes[1:81].min() >= 64 + 704
+
+
+@pytest.mark.parametrize("reading", ["read", "view", "replay"])
+def test_damage_behind_a_lazy_open_is_refused_at_the_first_read(
+    tmp_path: Path, reading: str
+) -> None:
+    filled(tmp_path)
+    with lazily(tmp_path) as journal:
+        victim = journal._segments[2]
+        lsn, offset = victim.first_lsn + 1, victim.offsets[1] + 100
+    flip(victim.path, offset)
+    reads: dict[str, Callable[[Journal], object]] = {
+        "read": lambda journal: journal.read(lsn),
+        "view": lambda journal: journal.view(lsn),
+        "replay": contents,
+    }
+    with lazily(tmp_path) as journal, pytest.raises(CorruptionFound, match=f"LSN {lsn}"):
+        reads[reading](journal)
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped", "cut", "of an earlier use", "of another"])
+def test_a_segment_whose_index_file_does_not_fit_is_read_through(
+    tmp_path: Path, damage: str
+) -> None:
+    payloads = filled(tmp_path)
+    with lazily(tmp_path) as journal:
+        first, second = (segment.path.with_suffix(".index") for segment in journal._segments[:2])
+    content = first.read_bytes()
+    changed = {
+        "flipped": content[:60] + bytes([content[60] ^ 1]) + content[61:],
+        "cut": content[:-9],
+        "of an earlier use": content[:8] + bytes([content[8] ^ 1]) + content[9:],
+        "of another": second.read_bytes(),
+    }
+    first.unlink() if damage == "gone" else first.write_bytes(changed[damage])
+    with lazily(tmp_path) as journal:
+        assert journal._segments[0].unread is None
+        assert journal._segments[1].unread is not None
+        assert contents(journal) == payloads
+
+
+def test_a_lost_seal_shows_in_a_lazy_open_too(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with lazily(tmp_path) as journal:
+        victim = journal._segments[1]
+    flip(victim.path, victim.end - 100)
+    with pytest.raises(CorruptionFound, match=victim.path.name):
+        lazily(tmp_path)
+
+
+def scrubbed(journal: Journal, budget: int = 3000) -> tuple[int, list[tuple[str, int]]]:
+    """(frames, damage) of one whole round."""
+    frames, damage = 0, []
+    while True:
+        found = journal.scrub(budget)
+        frames += found.frames
+        damage += [(item.segment, item.lsn) for item in found.damaged]
+        if found.round_ended:
+            return frames, damage
+
+
+def test_a_scrub_sees_every_sealed_frame_and_names_a_flipped_bit_anywhere(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with lazily(tmp_path) as journal:
+        sealed = journal.holdings[:-1]
+        assert scrubbed(journal) == (sealed[-1].last_lsn, [])
+        victim = journal._segments[1]
+        for offset in range(0, victim.end, 331):
+            flip(victim.path, offset)
+            frames, damage = scrubbed(journal)
+            assert frames == sealed[-1].last_lsn
+            assert len(damage) == 1
+            name, lsn = damage[0]
+            assert name == victim.path.name
+            assert victim.first_lsn <= lsn <= victim.last_lsn
+            flip(victim.path, offset)
+
+
+def test_a_file_is_not_written_again_while_somebody_looks_at_it(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with lazily(tmp_path) as journal:
+        frame, mapped = journal.view(1)
+        assert mapped
+        name = journal.holdings[0].name
+        journal.recycle_below(40)
+        assert name not in [path.name for path in journal._free]
+        content = bytes(frame.payload)
+        for n in range(40):
+            append(journal, bytes([n]) * 900)
+            journal.commit()
+        assert bytes(frame.payload) == content
+        frame.payload.release()
+        del frame
+        for n in range(20):
+            append(journal, bytes([n]) * 900)
+            journal.commit()
+        assert name in [holding.name for holding in journal.holdings]
+
+
+def test_a_roll_seals_a_segment_before_it_is_full(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        append(journal, b"one")
+        journal.commit()
+        journal.roll()
+        assert [holding.sealed for holding in journal.holdings] == [True, False]
+        journal.roll()
+        assert len(journal.holdings) == 2
+        assert journal.recycle_below(2) == 1
+        append(journal, b"two")
+        journal.commit()
+    with opened(tmp_path) as journal:
+        assert contents(journal) == [b"two"]

@@ -1,0 +1,178 @@
+"""Checkpoint files: one snapshot each, compressed column by column, every byte of it under a CRC (FORMAT.md).
+
+Written into a file that lies ready, fsynced, renamed, folder fsynced. A file counts only if the log holds a
+CHECKPOINT fact with its digest: one from a moment that the log does not know, or with a flipped bit anywhere,
+is not there. Refuses to repair or to guess.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import struct
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_pipelines.broker.facts import CheckpointTaken
+from fabric_pipelines.broker.snapshot import Column, Snapshot
+from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.journal.files import FileOps, read_exactly, write_all
+from fabric_pipelines.journal.frame import crc32c, padded
+
+MAGIC = b"FPC\x01"
+VERSION = 1
+PREAMBLE = struct.Struct("<4sIQI44x")
+ALIGNMENT = 64
+PREFIX = "checkpoint-"
+READY = "checkpoint.new"
+RESERVE_STEP = 1 << 16
+FULL = (errno.ENOSPC, errno.EDQUOT)
+assert PREAMBLE.size == ALIGNMENT
+
+Codec = Any  # pyarrow ships no types
+
+
+class Checkpoints:
+    """The checkpoint files in a journal's folder. One thread at a time."""
+
+    def __init__(self, folder: Path, journal_id: str, ops: FileOps) -> None:
+        self._folder, self._journal_id, self._ops = folder, journal_id, ops
+        self._reserved = 0
+
+    def write(self, snapshot: Snapshot, lsn: int) -> CheckpointTaken | None:
+        """Durable and read back on return. None if the disk has no room for it: a checkpoint can wait. Any other
+        error is StorageFailed, as for the journal itself."""
+        pieces, digest = encode(snapshot, lsn, self._journal_id)
+        size = sum(map(len, pieces))
+        path = self._folder / f"{PREFIX}{lsn:016d}"
+        ready = self._folder / READY
+        try:
+            fd = self._ops.open(ready, create=READY not in self._ops.names(self._folder))
+            try:
+                write_all(self._ops, fd, pieces, 0)
+                self._ops.fsync(fd)
+            finally:
+                self._ops.close(fd)
+            self._ops.rename(ready, path)
+            self._ops.fsync_folder(self._folder)
+        except OSError as fault:
+            if fault.errno in FULL:
+                return None
+            raise StorageFailed(
+                f"checkpoint {path} could not be written ({fault.strerror or fault}): check the disk, then "
+                "start the broker again"
+            ) from fault
+        self._reserved = 0
+        fact = CheckpointTaken(lsn, digest, size)
+        if isinstance(found := self.load(fact), str):
+            raise StorageFailed(f"{found}, just after it was written: check the disk")
+        return fact
+
+    def reserve(self, size: int) -> None:
+        """Have so many bytes ready for the next one, so that a full disk can still be emptied. Best effort."""
+        if size <= self._reserved:
+            return
+        wanted = (size // RESERVE_STEP + 1) * RESERVE_STEP
+        ready = self._folder / READY
+        try:
+            fd = self._ops.open(ready, create=READY not in self._ops.names(self._folder))
+            try:
+                self._ops.fallocate(fd, wanted)
+            finally:
+                self._ops.close(fd)
+            self._reserved = wanted
+        except OSError as fault:
+            if fault.errno not in FULL:
+                raise StorageFailed(
+                    f"{ready} could not be prepared ({fault.strerror or fault}): check the disk, then start "
+                    "the broker again"
+                ) from fault
+
+    def load(self, fact: CheckpointTaken) -> Snapshot | str:
+        """The snapshot that the fact speaks of, or why there is none."""
+        path = self._folder / f"{PREFIX}{fact.lsn:016d}"
+        if path.name not in self._ops.names(self._folder):
+            return f"{path.name} is missing"
+        fd = self._ops.open(path)
+        try:
+            self._ops.forget_cache(fd)
+            raw = read_exactly(self._ops, fd, self._ops.size(fd), 0)
+        finally:
+            self._ops.close(fd)
+        found = decode(raw, fact.lsn, self._journal_id, fact.digest)
+        return f"{path.name} {found}" if isinstance(found, str) else found
+
+    def keep(self, lsns: Collection[int]) -> None:
+        """Remove the files of all other checkpoints."""
+        for name in self._ops.names(self._folder):
+            number = name.removeprefix(PREFIX)
+            if number != name and number.isdigit() and int(number) not in lsns:
+                self._ops.unlink(self._folder / name)
+
+
+def encode(snapshot: Snapshot, lsn: int, journal_id: str) -> tuple[list[bytes], str]:
+    """The pieces of the file, one after the other, and the digest of its head, which covers them all."""
+    codec: Codec = pa.Codec("zstd", 1)
+    sections, bodies, offset = [], [], 0
+    for name, column in {
+        "head": np.frombuffer(snapshot.head, np.uint8),
+        **snapshot.columns,
+    }.items():
+        plain = np.ascontiguousarray(column)
+        body = codec.compress(pa.py_buffer(plain), asbytes=True) if plain.nbytes else b""
+        sections.append(
+            {
+                "name": name,
+                "dtype": plain.dtype.str,
+                "shape": list(plain.shape),
+                "offset": offset,
+                "stored": len(body),
+                "crc32c": crc32c(body),
+            }
+        )
+        body += bytes(padded(len(body)) - len(body))
+        bodies.append(body)
+        offset += len(body)
+    head = canonical_json({"journal_id": journal_id, "lsn": lsn, "sections": sections})
+    preamble = PREAMBLE.pack(MAGIC, VERSION, len(head), crc32c(head))
+    whole = (preamble + head).ljust(padded(PREAMBLE.size + len(head)), b"\0")
+    return [whole, *bodies], hashlib.sha256(whole).hexdigest()
+
+
+def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot | str:
+    """The snapshot in the bytes of a file, or what is wrong with them."""
+    if len(raw) < PREAMBLE.size:
+        return "is cut short"
+    magic, version, length, crc = PREAMBLE.unpack_from(raw)
+    start = padded(PREAMBLE.size + length)
+    if magic != MAGIC or version != VERSION or start > len(raw):
+        return "is damaged, or of another version"
+    text = bytes(raw[PREAMBLE.size : PREAMBLE.size + length])
+    if crc32c(text) != crc or hashlib.sha256(raw[:start]).hexdigest() != digest:
+        return "is not the one that the log speaks of"
+    head = json.loads(text)
+    if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
+        return "is of another journal or moment"
+    columns: dict[str, Column] = {}
+    for section in head["sections"]:
+        begin = start + section["offset"]
+        body = raw[begin : begin + section["stored"]]
+        if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
+            return f"is damaged in its column {section['name']}"
+        columns[section["name"]] = _column(section, body)
+    text = columns.pop("head").tobytes()
+    return Snapshot(text, columns)
+
+
+def _column(section: dict[str, Any], body: memoryview) -> Column:
+    codec: Codec = pa.Codec("zstd")
+    dtype, shape = np.dtype(section["dtype"]), tuple(section["shape"])
+    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    plain = codec.decompress(pa.py_buffer(body), size) if size else b""
+    return np.frombuffer(plain, dtype).reshape(shape)

@@ -1,0 +1,208 @@
+"""Snapshot: a whole State as one JSON head and named columns, and back.
+
+The columns are the canonical form of a state: two states are equal bit for bit when these are. Columns whose
+live rows never change are handed out as views, so that taking a snapshot costs a copy of the changing ones
+only. Derived structures (lane orders, the queue of computed tasks) are left out; they follow from the state.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.index import COLUMNS, FACTS, Growing, TaskIndex
+from fabric_pipelines.broker.lanes import Lane, Step
+from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
+from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.records.shape import LaneKey
+from fabric_pipelines.records.submission import Submission
+
+Column = npt.NDArray[Any]
+
+WRITTEN_ONCE = frozenset({"lane", "submission", "prompt", "new", "key"})
+SPARE_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`head`: canonical JSON; `columns` by name, in a fixed order."""
+
+    head: bytes
+    columns: dict[str, Column]
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + sum(column.nbytes for column in self.columns.values())
+
+    def differences(self, other: Snapshot) -> list[str]:
+        """Names of the parts in which two snapshots are not the same bytes."""
+        found = ["head"] if self.head != other.head else []
+        return found + [
+            name
+            for name, column in self.columns.items()
+            if not np.array_equal(column, other.columns[name])
+        ]
+
+
+def take(state: State) -> Snapshot:
+    index, accounts = state.index, state.accounts
+    columns: dict[str, Column] = {}
+    for name in FACTS:
+        rows = getattr(index, name)[: index.count]
+        columns[name] = rows if name in WRITTEN_ONCE else rows.copy()
+    for name in ("base", "frames", "done_frames"):
+        columns[name] = getattr(index, name).view.copy()
+    columns |= _ragged("moved", index.moved)
+    for name in ("tasks", "tokens", "marks"):
+        columns[f"account_{name}"] = getattr(accounts, name)[:, : accounts.groups].copy()
+    records = len(state.submissions)
+    columns["submission_tasks"] = state.submission_tasks[:, :records].copy()
+    columns["retired_tokens"] = state.retired_tokens[:records].copy()
+    columns["output_tokens"] = state.output_tokens[:records].copy()
+    columns["engine_ready"] = state.engine_ready[: len(state.engines)].copy()
+    columns["lane_engine"] = state.lane_engine.view.copy()
+    columns |= _ragged("lease", {key: lease.tasks for key, lease in state.leases.items()})
+    columns["lease_open"] = np.array([lease.open for lease in state.leases.values()], np.int64)
+    batches = {record.index: np.array(record.batches, np.int64) for record in state.submissions}
+    columns |= _ragged("batch", batches)
+    return Snapshot(_head(state), columns)
+
+
+def _head(state: State) -> bytes:
+    return canonical_json(
+        {
+            "incarnation": state.incarnation,
+            "count": state.index.count,
+            "frames": state.frames,
+            "next_lease": state.next_lease,
+            "computed_padded_tokens": state.computed_padded_tokens,
+            "sessions": list(state.sessions),
+            "engines": list(state.engines),
+            "leases": [lease.session for lease in state.leases.values()],
+            "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
+            "lanes": [
+                {
+                    "key": asdict(lane.key),
+                    "sampling": lane.sampling,
+                    "generation": lane.generation,
+                    "step": int(lane.step),
+                    "producers": sorted(lane.producers),
+                }
+                for lane in state.lanes
+            ],
+            "submissions": [
+                {
+                    "header": record.header.to_json(),
+                    "closed": record.closed,
+                    "rows": record.rows,
+                    "tokens": record.tokens,
+                    "first_sequence": record.first_sequence,
+                    "lanes": sorted(record.lanes),
+                }
+                for record in state.submissions
+            ],
+        }
+    )
+
+
+def restore(snapshot: Snapshot) -> State:
+    """The state that `take` was given. KeyError, ValueError or TypeError for what is no snapshot."""
+    head, columns = json.loads(snapshot.head), snapshot.columns
+    state = State(head["incarnation"])
+    _restore_index(state.index, head["count"], columns)
+    _restore_accounts(state, columns, len(head["lanes"]))
+    state.frames, state.next_lease = head["frames"], head["next_lease"]
+    state.computed_padded_tokens = head["computed_padded_tokens"]
+    state.sessions = {name: at for at, name in enumerate(head["sessions"])}
+    state.engines = {name: at for at, name in enumerate(head["engines"])}
+    state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
+    _restore_submissions(state, head["submissions"], columns)
+    for at, lane in enumerate(head["lanes"]):
+        key = LaneKey(**lane["key"])
+        state.lanes.append(
+            Lane(
+                at,
+                key,
+                lane["sampling"],
+                state.accounts,
+                generation=lane["generation"],
+                step=Step(lane["step"]),
+                producers=set(lane["producers"]),
+            )
+        )
+        state.lane_of[key] = at
+    leases = _unragged("lease", columns)
+    for (lease_id, tasks), session, open_ in zip(
+        leases.items(), head["leases"], columns["lease_open"].tolist(), strict=True
+    ):
+        state.leases[lease_id] = OpenLease(session, tasks, open_)
+        state.session_leases.setdefault(session, set()).add(lease_id)
+    return state
+
+
+def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> None:
+    index.reserve(count + SPARE_ROWS)
+    index.count = count
+    for name in FACTS:
+        getattr(index, name)[:count] = columns[name].astype(COLUMNS[name], copy=False)
+    index.base = Growing.of(columns["base"])
+    index.frames = Growing.of(columns["frames"])
+    index.done_frames = Growing.of(columns["done_frames"])
+    index.moved = _unragged("moved", columns)
+
+
+def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> None:
+    accounts = state.accounts
+    accounts.grow(lanes)
+    for name in ("tasks", "tokens", "marks"):
+        getattr(accounts, name)[:, :lanes] = columns[f"account_{name}"]
+    state.lane_engine = Growing.of(columns["lane_engine"])
+    ready = columns["engine_ready"]
+    state.engine_ready = np.pad(ready, (0, max(8 - len(ready), 0)))
+
+
+def _restore_submissions(
+    state: State, records: list[dict[str, Any]], columns: dict[str, Column]
+) -> None:
+    batches = _unragged("batch", columns)
+    for at, record in enumerate(records):
+        header = Submission.from_json(record["header"])
+        made = SubmissionRecord(
+            at,
+            header,
+            closed=record["closed"],
+            rows=record["rows"],
+            tokens=record["tokens"],
+            batches=batches[at].tolist(),
+            first_sequence=record["first_sequence"],
+            lanes=set(record["lanes"]),
+        )
+        state.submissions.append(made)
+        state.by_submission[header.submission_id] = made
+    spare = max(16 - len(records), 1)
+    tasks = columns["submission_tasks"]
+    assert tasks.shape == (STATES + 1, len(records)), "submissions and their tasks differ in number"
+    state.submission_tasks = np.pad(tasks, ((0, 0), (0, spare)))
+    state.retired_tokens = np.pad(columns["retired_tokens"], (0, spare))
+    state.output_tokens = np.pad(columns["output_tokens"], (0, spare))
+
+
+def _ragged(name: str, arrays: dict[int, Column]) -> dict[str, Column]:
+    parts = [np.zeros(0, np.int64), *arrays.values()]
+    return {
+        f"{name}_ids": np.array(list(arrays), np.int64),
+        f"{name}_counts": np.array([len(part) for part in arrays.values()], np.int64),
+        f"{name}_rows": np.concatenate(parts).astype(np.int64, copy=False),
+    }
+
+
+def _unragged(name: str, columns: dict[str, Column]) -> dict[int, Column]:
+    cuts = np.cumsum(columns[f"{name}_counts"])[:-1]
+    ids = columns[f"{name}_ids"].tolist()
+    parts = np.split(columns[f"{name}_rows"], cuts) if ids else []
+    return dict(zip(ids, parts, strict=True))

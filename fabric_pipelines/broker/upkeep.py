@@ -1,0 +1,256 @@
+"""Upkeep: when a checkpoint is due, which front of the log is cleared, what is scrubbed; a slice at each tick.
+
+The owner's thread decides and writes facts; only the bytes of a checkpoint are compressed and written elsewhere
+(`background`). Order is everything: the checkpoint's file is durable before its fact, its fact before a DROP
+that leans on it, the DROP before the journal gives a segment up, and only then do older files go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fabric_pipelines.broker import snapshot, space
+from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.core import Core
+from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Fact, Moved, MovedComputed
+from fabric_pipelines.broker.payloads import Payloads
+from fabric_pipelines.broker.recovery import Restored
+from fabric_pipelines.clock import Clock
+from fabric_pipelines.errors import StorageFailed, UsageError
+from fabric_pipelines.journal import Journal
+from fabric_pipelines.records.arrow import to_ipc
+
+MOVE_BYTES = 4 << 20
+PRESSED_EVERY_S = 0.5
+COUNTERS = (
+    "checkpoints",
+    "checkpoints_refused",
+    "segments_dropped",
+    "moved_tasks",
+    "moved_outcomes",
+    "cleaning_refused",
+)
+
+Background = Callable[[Callable[[], Any]], "Future[Any]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """checkpoint_bytes: take one after so much log; high_water: from there on space is made in a hurry."""
+
+    checkpoint_bytes: int = 256 << 20
+    high_water: int = 8 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What upkeep asks of its owner: make facts so (StorageFailed or UsageError if a MOVE finds no room), and
+    make everything durable."""
+
+    log: Callable[[list[Fact]], None]
+    commit: Callable[[], None]
+
+
+def at_once(work: Callable[[], Any]) -> Future[Any]:
+    """Background work in the foreground: for tests that need one order of events."""
+    answer: Future[Any] = Future()
+    answer.set_result(work())
+    return answer
+
+
+class Upkeep:
+    def __init__(
+        self,
+        journal: Journal,
+        core: Core,
+        payloads: Payloads,
+        checkpoints: Checkpoints,
+        restored: Restored,
+        words: Words,
+        *,
+        rhythm: Rhythm,
+        clock: Clock,
+        background: Background = at_once,
+    ) -> None:
+        self.journal, self.core, self.payloads = journal, core, payloads
+        self.rhythm, self.clock = rhythm, clock
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.disk_full = False
+        self.base = restored.base
+        self.newest = restored.newest
+        self._checkpoints, self._words, self._background = checkpoints, words, background
+        self._behind = restored.tail_bytes
+        self._underway: Future[CheckpointTaken | None] | None = None
+        self._share = space.MOSTLY_DEAD
+        self._below = 0
+        self._clearing_open = False
+        self._pressed_s = float("-inf")
+        self._finish_drop()
+        self._keep(restored.newest, restored.older)
+
+    def grew(self, size: int) -> None:
+        """So many bytes went into the log."""
+        self._behind += size
+
+    @property
+    def pressed(self) -> bool:
+        return self.disk_full or self.journal.bytes_used >= self.rhythm.high_water
+
+    def tick(self) -> None:
+        now_s = self.clock.monotonic_s()
+        if self._underway is not None and self._underway.done():
+            self._finish_checkpoint(self._underway.result())
+        if self._below:
+            self._clear_some()
+        elif self._underway is None:
+            if self._behind >= self.rhythm.checkpoint_bytes:
+                self.begin_checkpoint()
+            elif self.pressed and now_s - self._pressed_s >= PRESSED_EVERY_S:
+                self._pressed_s = now_s
+                self._make_room()
+
+    # -- checkpoints
+
+    def begin_checkpoint(self) -> None:
+        """Over everything up to now; written in the background, one at a time."""
+        if self._underway is not None:
+            return
+        self._words.commit()
+        taken, lsn = snapshot.take(self.core.state), self.journal.durable_lsn
+        self._behind = 0
+        self._underway = self._background(lambda: self._checkpoints.write(taken, lsn))
+
+    def settle(self) -> None:
+        """Wait for a checkpoint under way and write down that it is there."""
+        if self._underway is not None:
+            self._finish_checkpoint(self._underway.result())
+
+    def _finish_checkpoint(self, taken: CheckpointTaken | None) -> None:
+        self._underway = None
+        if taken is None:
+            self.counters["checkpoints_refused"] += 1
+        else:
+            self._words.log([taken])
+            self._words.commit()
+            self.counters["checkpoints"] += 1
+            self._keep(taken, self.newest)
+            self.newest = taken
+            self._checkpoints.reserve(2 * taken.size)
+        self._choose_front()
+
+    def _keep(self, *facts: CheckpointTaken | None) -> None:
+        lsns = {fact.lsn for fact in facts if fact is not None}
+        if self.base is not None:
+            lsns.add(self.base.base)
+        self._checkpoints.keep(lsns)
+
+    # -- freeing the front of the log
+
+    def _make_room(self) -> None:
+        """Pressed for space: if a good part of the log is dead, see to it that it can be cleared."""
+        need = space.needed(self.core.state, pin_open=False)
+        holdings = self.journal.holdings
+        live = space.live_bytes(need, self.journal, holdings)
+        dead = sum(holding.bytes for holding in holdings) - int(live.sum())
+        least = min(self.rhythm.high_water, self.journal.segment_bytes) // 4
+        if dead < max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used)):
+            return
+        self._share = space.UNDER_PRESSURE
+        if holdings[-1].bytes > least // 2:
+            self._words.commit()
+            try:
+                self.journal.roll()
+            except StorageFailed:
+                self._words.commit()  # a full disk is no reason to stop, a dead journal is
+        self.begin_checkpoint()
+
+    def _choose_front(self) -> None:
+        share, self._share = self._share, space.MOSTLY_DEAD
+        if self.newest is None:
+            return
+        holdings = self.journal.holdings
+        need = space.needed(self.core.state, pin_open=share == space.MOSTLY_DEAD)
+        live = space.live_bytes(need, self.journal, holdings)
+        self._below = space.front_to_clear(holdings, live, self.newest.lsn, share)
+        self._clearing_open = share != space.MOSTLY_DEAD
+
+    def _clear_some(self) -> None:
+        """Copy the next live rows forward, or drop the front when none are left."""
+        facts = self._next_moves()
+        if not facts:
+            self._drop()
+            return
+        try:
+            self._words.log([*facts])
+        except (StorageFailed, UsageError):
+            # no room to copy into, or a batch that fits no segment together with its ids: it may die yet
+            self.counters["cleaning_refused"] += 1
+            self._below = 0
+            return
+        for fact in facts:
+            moved = "moved_tasks" if isinstance(fact, Moved) else "moved_outcomes"
+            self.counters[moved] += len(fact.tasks)
+
+    def _next_moves(self) -> list[Moved | MovedComputed]:
+        state, below = self.core.state, self._below
+        need = space.needed(state, pin_open=not self._clearing_open)
+        size = min(MOVE_BYTES, self.journal.segment_bytes // 4)
+        batches = space.batches_to_move(state, need, self.journal, below, size)
+        if len(batches):
+            rows = np.concatenate([state.index.rows_of(int(batch)) for batch in batches])
+            tasks = rows[need.tasks[rows]]
+            self._require_written(state.index.locate(tasks)[0])
+            return [Moved(tasks, batches, to_ipc(self.payloads.tasks(tasks)))]
+        outcomes = space.outcomes_to_move(state, need, self.journal, below, size)
+        if len(outcomes):
+            return [MovedComputed(outcomes, to_ipc(self.payloads.outcomes(outcomes)))]
+        return []
+
+    def _require_written(self, lsns: Any) -> None:
+        assert int(lsns.max()) <= self.journal.durable_lsn, "what is cleared is durable"
+
+    def _drop(self) -> None:
+        assert self.newest is not None
+        below, self._below = self._below, 0
+        fact = Dropped(below, self.newest.lsn, self.newest.digest)
+        self._words.log([fact])
+        self._words.commit()
+        self.base = fact
+        self._finish_drop()
+        self._keep(self.newest)
+
+    def _finish_drop(self) -> None:
+        """Do what the last DROP fact says; a crash may have come between."""
+        if self.base is None:
+            return
+        self.payloads.forget_below(self.base.below)
+        before = len(self.journal.holdings)
+        self.journal.recycle_below(self.base.below)
+        self.counters["segments_dropped"] += before - len(self.journal.holdings)
+        self.disk_full = False
+
+    def figures(self) -> dict[str, int]:
+        """For the broker's status."""
+        return {
+            "checkpoint_lsn": self.newest.lsn if self.newest else 0,
+            "checkpoint_bytes": self.newest.size if self.newest else 0,
+            "base_lsn": self.base.base if self.base else 0,
+            "first_lsn": self.journal.first_lsn,
+            "segments": len(self.journal.holdings),
+        }
+
+
+def spans_of(numbers: Sequence[int]) -> str:
+    """ "3, 5-9" of ascending numbers."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
