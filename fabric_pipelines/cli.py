@@ -46,10 +46,13 @@ class OneSentence(TyperGroup):
                     "run the same command again to go on where it stopped"
                 )
             )
+        except typer.Abort:  # Ctrl-C or a closed stdin at a question, whose line has no end
+            sys.stderr.write("\n")
+            _leave(Interrupted("not answered, so nothing was changed"))
         except (FabricError, OSError) as fault:
             _leave(fault)
         except Exception as fault:
-            if isinstance(fault, typer.Exit | typer.Abort) or hasattr(fault, "format_message"):
+            if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
                 raise  # typer's own way to end
             _leave(
                 FabricError(
@@ -271,12 +274,10 @@ def down(ctx: typer.Context) -> None:
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    stopped = supervise.down(settings)
-    sys.stderr.write(
-        f"stopped; everything is kept in {settings.home}\n"
-        if stopped
-        else f"nothing of {settings.home} was running\n"
-    )
+    if supervise.down(settings):
+        sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+    else:
+        sys.stderr.write(f"nothing of {settings.home} was running\n")
 
 
 @app.command()
@@ -386,29 +387,16 @@ def reset(
     as_json: Json = False,
 ) -> None:
     """Empty the home after asking: journal, embedded database, lake, shards, logs."""
-    from fabric_pipelines import supervise
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
     resetting.require_idle(settings)
     found = resetting.contents(settings)
     sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
-    if found.folders and not yes and not _confirmed("Delete all of it?"):
+    if found.folders and not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
-    supervise.down(settings)  # what a killed supervisor left behind
-    with resetting.alone(settings):
-        found = resetting.contents(settings)
-        resetting.remove(found)
-    _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
-
-
-def _confirmed(question: str) -> bool:
-    """A closed stdin or Ctrl-C at the question is a no."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        sys.stderr.write("\n")
-        return False
+    gone = resetting.empty(settings)
+    _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
 
 
 @app.command()
