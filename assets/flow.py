@@ -138,8 +138,8 @@ def results_asset(
             table = workload.results(entry["request"], landed)
             artifact = lake.put(_artifact_name(workload.name, partition), table)
             metadata[partition] = {
+                **describe(entry["request"], table),  # first: what a reader came for
                 **of_results(Published(state, landed, table, artifact)),
-                **describe(entry["request"], table),
             }
         return _materialised(context, metadata, "sha256")
 

@@ -20,10 +20,10 @@ def describe(request: Mapping[str, Any], table: pa.Table) -> Metadata:
     summary = layer_summary(table)
     columns = summary.to_pydict()
     return {
+        "norms": figure(figures.norms_by_layer(columns["layer"], columns["norm_mean"])),
+        "layers": sample(summary, summary.column_names),
         "pooling": request["pooling"],
         "non_finite": sum(columns["non_finite"]),
-        "layers": sample(summary, summary.column_names),
-        "norms": figure(figures.norms_by_layer(columns["layer"], columns["norm_mean"])),
     }
 
 

@@ -10,9 +10,9 @@ import dagster as dg
 import numpy as np
 
 from assets.lineage import latest_submission, require_latest, results_key
-from assets.metadata import column_schema, figure, sample
+from assets.metadata import column_schema, figure, records_table, sample, shown
 from fabric_pipelines import receipts
-from fabric_pipelines.analytics.health import Metric, measure
+from fabric_pipelines.analytics.health import METRICS, HealthTable, Metric, measure
 from fabric_pipelines.shards import build_if_moved, recall_of
 from fabric_pipelines.workloads import embeddings, figures
 from resources.database import DatabaseResource
@@ -25,6 +25,7 @@ LISTS = 16
 SEED = 11
 METRIC: Metric = "cosine"
 RECALL_AT = 10
+SPREAD = ("least", "median", "greatest")
 CODE_VERSION = "1"
 SHARD_KEY = dg.AssetKey(["indexes", "shard"])
 HEALTH_KEY = dg.AssetKey(["indexes", "cluster_health"])
@@ -102,19 +103,35 @@ def measure_health(
     clusters = [str(number) for number in range(health.clusters)]
     return dg.MaterializeResult(
         metadata={
+            "metrics_by_cluster": records_table(_health_rows(health)),
+            "health_map": figure(figures.health_map(values, clusters, names)),
             "generation": built["generation"],
             "clusters": health.clusters,
             "metrics": len(names),
             "breaches": len(health.breaches),
-            "health": figure(figures.health_map(values, clusters, names)),
             "summary": dg.MetadataValue.json(health.summary()),
             "sha256": artifact.sha256,
             "dagster/uri": artifact.uri,
             "dagster/row_count": table.num_rows,
-            "dagster/column_schema": column_schema(table),
+            "dagster/column_schema": column_schema(
+                table, {name: f"{spec.formula}; {spec.range}" for name, spec in METRICS.items()}
+            ),
         },
         data_version=dg.DataVersion(artifact.sha256),
     )
+
+
+def _health_rows(health: HealthTable) -> list[dict[str, Any]]:
+    """One row a metric: its spread, and its value in every cluster as a small chart. "-" where no cluster has
+    a value, as for what needs an earlier measurement to compare with."""
+    return [
+        {
+            "metric": name,
+            **{end: "-" if item[end] is None else item[end] for end in SPREAD},
+            "by_cluster": figures.sparkline(health.readings[name].value),
+        }
+        for name, item in health.summary().items()
+    ]
 
 
 @dg.graph_asset(
@@ -153,7 +170,7 @@ def issue_receipt(
             "generation": built["generation"],
             f"recall_at_{RECALL_AT}": recall.recall,
             "recall_queries": recall.queries,
-            "imbalance": quality["imbalance"],
+            "imbalance": shown(quality["imbalance"]),
             "content_hash": receipt.source["content_hash"],
             "pg_snapshot": receipt.source["pg_snapshot"],
             "files": len(receipt.outputs["files"]),
@@ -191,10 +208,10 @@ def find_near_duplicates(
     cosines = found.table.column("cosine").to_numpy()
     return dg.MaterializeResult(
         metadata={
+            "similarity": figure(figures.similarity_histogram(found.similarities, cosines)),
             "known_pairs": found.known,
             "found_pairs": found.found,
-            "found_share": found.found_share,
-            "similarity": figure(figures.similarity_histogram(found.similarities, cosines)),
+            "found_share": shown(found.found_share),
             "pairs": sample(found.table, found.table.column_names),
             "sha256": artifact.sha256,
             "dagster/uri": artifact.uri,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import dagster as dg
 import numpy as np
@@ -21,41 +23,69 @@ from fabric_pipelines.workloads.request import Prepared
 
 Metadata = dict[str, Any]
 SAMPLE_ROWS = 10
+SHOWN_DIGITS = 4
+PLAIN_IN_URL = " '/:;,.=()-"
 
 
 def figure(svg: str) -> dg.MarkdownMetadataValue:
-    return dg.MetadataValue.md(
-        f"![figure](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+    """As short as it can be, since a page shows only short Markdown in place: a small SVG as it is, with what
+    Markdown and URLs forbid escaped, a large one in base64."""
+    readable = f"<data:image/svg+xml,{quote(svg, safe=PLAIN_IN_URL)}>"
+    packed = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return dg.MetadataValue.md(f"![figure]({min(readable, packed, key=len)})")
+
+
+def column_schema(table: pa.Table, words: Mapping[str, str] | None = None) -> dg.TableSchema:
+    """`words`: what a column means, where its name does not say it."""
+    described = words or {}
+    return dg.TableSchema(
+        [
+            dg.TableColumn(field.name, _type_name(field.type), described.get(field.name))
+            for field in table.schema
+        ]
     )
 
 
-def column_schema(table: pa.Table) -> dg.TableSchema:
-    return dg.TableSchema([dg.TableColumn(field.name, str(field.type)) for field in table.schema])
+def _type_name(kind: pa.DataType) -> str:
+    """Arrow's name; of a dictionary, that of what it holds."""
+    return str(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
 
 def sample(table: pa.Table, columns: list[str], rows: int = SAMPLE_ROWS) -> dg.TableMetadataValue:
     """The first rows as a table; only columns whose values are plain."""
     records = table.select(columns).slice(0, rows).to_pylist()
-    return dg.MetadataValue.table([dg.TableRecord(record) for record in records])
+    return records_table(records)
+
+
+def records_table(records: Sequence[Mapping[str, Any]]) -> dg.TableMetadataValue:
+    """Rows for a person: floats to four digits, since 17 push every other column off the page."""
+    return dg.MetadataValue.table(
+        [dg.TableRecord({k: shown(v) for k, v in record.items()}) for record in records]
+    )
+
+
+def shown(value: Any) -> Any:
+    return float(f"{value:.{SHOWN_DIGITS}g}") if isinstance(value, float) else value
 
 
 def of_submission(prepared: Prepared, state: SubmissionState) -> Metadata:
-    """What was enqueued. `request` and `submission_id` are what `results` starts from."""
+    """What was enqueued, figure first. `request` and `submission_id` are what `results` starts from."""
     submission = prepared.submission
     found: Metadata = {
-        "submission_id": submission.submission_id,
-        "request": dg.MetadataValue.json(json.loads(submission.labels["request"])),
         "engine": submission.engine,
         "tasks_submitted": submission.tasks,
         "tokens_in": submission.tokens,
         "tokens_max": prepared.tokens_max,
+        "padding_ratio": shown(prepared.padding_ratio),
+        "request": dg.MetadataValue.json(json.loads(submission.labels["request"])),
+        "submission_id": submission.submission_id,
         "fingerprint": submission.fingerprint,
-        "padding_ratio": prepared.padding_ratio,
         "first_task_id": str(state.first_task_id),
     }
     if sampling_kind(submission.sampling) != "generate":
         lengths = np.concatenate([token_counts(batch) for batch in prepared.batches()])
-        found["padding_by_lane"] = figure(padding_by_lane(lengths, aligned_lengths(lengths)))
+        chart = figure(padding_by_lane(lengths, aligned_lengths(lengths)))
+        found = {"padding_by_lane": chart, **found}
     return found
 
 
@@ -81,18 +111,18 @@ def of_results(published: Published) -> Metadata:
     first_us, last_us = _span_us(landed)
     seconds = (last_us - first_us) / 1e6
     return {
-        "submission_id": state.submission_id,
         "tasks_submitted": state.tasks,
         "tasks_retired": state.retired,
         "tasks_dead": state.dead,
         "tasks_lost": state.tasks - landed.num_rows - state.dead,
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
+        "wall_s": shown(seconds),
+        "tokens_per_s": shown((tokens_in + tokens_out) / seconds if seconds else 0.0),
+        "padding_ratio": shown(0.0 if tokens_out else _padding(prompt_tokens)),
         "first_start_us": first_us,
         "last_end_us": last_us,
-        "wall_s": seconds,
-        "tokens_per_s": (tokens_in + tokens_out) / seconds if seconds else 0.0,
-        "padding_ratio": 0.0 if tokens_out else _padding(prompt_tokens),
+        "submission_id": state.submission_id,
         "engine_fingerprint": ", ".join(
             sorted(pc.unique(landed.column("engine_fingerprint")).to_pylist())
         ),

@@ -8,16 +8,28 @@ import pyarrow as pa
 
 from assets.flow import results_asset, submission_asset
 from assets.lineage import latest_submission, require_latest, results_key
-from assets.metadata import Metadata, column_schema, figure, sample
+from assets.metadata import Metadata, column_schema, figure, sample, shown
 from fabric_pipelines.workloads import figures, probes
 from fabric_pipelines.workloads.catalogue import WORKLOADS
 from resources.lake import LakeResource
+
+COLUMNS = {
+    "layer": "0 is the embedding, n the output of block n",
+    "accuracy": "share of held-out statements judged right",
+    "low": "lower end of the 95 % interval",
+    "high": "upper end of the 95 % interval",
+    "control": "accuracy after training on shuffled labels: what luck gives",
+    "majority": "accuracy of always saying the commoner label",
+    "bag_of_words": "accuracy of a reader of the words alone",
+    "train_rows": "statements the probe learned from",
+    "test_rows": "held-out statements, of other entities",
+}
 
 
 def describe(request: Mapping[str, Any], table: pa.Table) -> Metadata:
     return {
         "layers": ", ".join(str(layer) for layer in request["layers"]),
-        "true_share": sum(table.column("label").to_pylist()) / max(table.num_rows, 1),
+        "true_share": shown(sum(table.column("label").to_pylist()) / max(table.num_rows, 1)),
         "statements": sample(table, ["topic", "statement", "label", "held_out"]),
     }
 
@@ -46,16 +58,16 @@ def fit_probes(context: dg.AssetExecutionContext, lake: LakeResource) -> dg.Mate
     best = max(fits, key=lambda item: item.fit.accuracy)
     return dg.MaterializeResult(
         metadata={
-            "best_layer": best.layer,
-            "best_accuracy": best.fit.accuracy,
-            "control_accuracy": best.fit.control,
-            "bag_of_words": floor.accuracy,
             "accuracy_by_layer": figure(figures.probe_accuracy(report.to_pydict())),
-            "report": sample(report, report.column_names, rows=report.num_rows),
+            "best_layer": best.layer,
+            "best_accuracy": shown(best.fit.accuracy),
+            "control_accuracy": shown(best.fit.control),
+            "bag_of_words": shown(floor.accuracy),
+            "report": sample(report, list(report.column_names), rows=report.num_rows),
             "sha256": artifact.sha256,
             "dagster/uri": artifact.uri,
             "dagster/row_count": report.num_rows,
-            "dagster/column_schema": column_schema(report),
+            "dagster/column_schema": column_schema(report, COLUMNS),
         },
         data_version=dg.DataVersion(artifact.sha256),
     )

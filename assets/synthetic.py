@@ -9,7 +9,7 @@ import dagster as dg
 import pyarrow as pa
 
 from assets.flow import results_asset, submission_asset
-from assets.metadata import Metadata, figure, sample
+from assets.metadata import Metadata, figure, sample, shown
 from fabric_pipelines.workloads import figures
 from fabric_pipelines.workloads.catalogue import WORKLOADS
 from fabric_pipelines.workloads.synthetic import NAME, pass_rates
@@ -18,10 +18,10 @@ from fabric_pipelines.workloads.synthetic import NAME, pass_rates
 def describe(request: Mapping[str, Any], table: pa.Table) -> Metadata:
     rates = pass_rates(table)
     return {
-        "seed": request["seed"],
-        "verifier_pass_rate": rates["all"],
         "pass_rate_by_generator": figure(figures.pass_rates(rates)),
-        "generations": sample(table, ["generator", "prompt", "reply", "answer", "passed"]),
+        "verifier_pass_rate": shown(rates["all"]),
+        "seed": request["seed"],
+        "generations": sample(table, ["passed", "reply", "answer", "prompt", "generator"]),
     }
 
 

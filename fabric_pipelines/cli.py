@@ -46,10 +46,13 @@ class OneSentence(TyperGroup):
                     "run the same command again to go on where it stopped"
                 )
             )
+        except typer.Abort:  # Ctrl-C or a closed stdin at a question, whose line has no end
+            sys.stderr.write("\n")
+            _leave(Interrupted("not answered, so nothing was changed"))
         except (FabricError, OSError) as fault:
             _leave(fault)
         except Exception as fault:
-            if isinstance(fault, typer.Exit | typer.Abort) or hasattr(fault, "format_message"):
+            if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
                 raise  # typer's own way to end
             _leave(
                 FabricError(
@@ -95,6 +98,7 @@ broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
+bench_app = _group("bench", "Figures of this machine, beside those of peers.")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -148,42 +152,65 @@ def _plain(value: Any) -> Any:
 
 # What a person is shown of a list of rows; --json has all of it.
 SHOWN = {
-    "lanes": ("lane", "step", "ready", "leased", "computed", "in_doubt", "retired", "dead"),
     "processes": ("name", "state", "pid", "restarts", "last_exit"),
-    "consumers": ("session", "engine", "device", "leased"),
+    "consumers": ("engine", "device", "leased", "session"),
+    "receipts": ("shard", "generation", "receipt_id"),
+    "files": ("role", "rows", "bytes", "sha256"),
+    "kernels": ("family", "arch", "registers", "spills", "digest"),
 }
+GIVEN = "  (from {})"
+PREFIX = 16
+TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
 
 
-def _emit(answer: Mapping[str, Any], as_json: bool) -> None:
-    """The whole answer as JSON, or as lines of name and value with a table for each list of rows."""
-    plain = _plain(answer)
+def _emit(
+    answer: Mapping[str, Any], as_json: bool, *, shown: Mapping[str, Any] | None = None
+) -> None:
+    """The whole answer as JSON, or for a person: facts by name, a table for each list of rows. `shown` is
+    what a person sees in place of the answer."""
+    from fabric_pipelines import screen
+
     if as_json:
-        sys.stdout.write(json.dumps(plain, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(_plain(answer), allow_nan=False) + "\n")
         return
-    for name, value in plain.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            _table(name, value)
-        elif isinstance(value, list):
-            sys.stdout.write(f"{name}: {', '.join(map(str, value)) or '-'}\n")
-        elif isinstance(value, dict):
-            pairs = (f"{key} {item}" for key, item in value.items())
-            sys.stdout.write(f"{name}: {', '.join(pairs) or '-'}\n")
+    plain = _chosen(_plain(answer if shown is None else shown))
+    sys.stdout.write("\n".join(screen.page(plain, screen.width())) + "\n")
+
+
+def _chosen(answer: dict[str, Any]) -> dict[str, Any]:
+    """The columns of SHOWN, wherever such a list of rows stands."""
+    found: dict[str, Any] = {}
+    for name, item in answer.items():
+        if isinstance(item, dict):
+            found[name] = _chosen(item)
+        elif name in SHOWN and isinstance(item, list):
+            found[name] = [{key: row.get(key) for key in SHOWN[name]} for row in item]
         else:
-            sys.stdout.write(f"{name}: {'' if value is None else value}\n")
+            found[name] = item
+    return found
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    names = [name for name in SHOWN.get(title, tuple(rows[0])) if name in rows[0]]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+def _work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
+    """The broker's account for a person: tasks by engine, since lanes are by the hundred, and their sum."""
+    # in doubt is a state of recovery: shown while there is any
+    states = [name for name in TASK_STATES if name != "in_doubt" or broker[name]]
+    by_engine: dict[str, dict[str, Any]] = {}
+    for lane in broker["lanes"]:
+        # a lane is tenant/engine/sampling/length; see records/shape.py
+        engine = "/".join(lane["lane"].split("/")[1:-2])
+        row = by_engine.setdefault(engine, {"engine": engine, **dict.fromkeys(states, 0)})
+        for state in states:
+            row[state] += lane[state]
+    total = {"engine": "all", **{state: broker[state] for state in states}}
+    balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
+    return {
+        "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
+        "journal": f"{_size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']:,}",
+        "fault": broker["fault"] or "none",
+        "lanes": len(broker["lanes"]),
+        "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
+        "tasks": [*by_engine.values(), total],
+    }
 
 
 def _board() -> ProgressBoard:
@@ -198,12 +225,9 @@ def _require(ok: bool, sentence: str) -> None:
 
 
 def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} GiB"
+    from fabric_pipelines import screen
+
+    return screen.size(count)
 
 
 # ---- the whole fabric
@@ -212,6 +236,7 @@ def _size(count: int) -> str:
 @app.command()
 def quickstart(ctx: typer.Context, as_json: Json = False) -> None:
     """From nothing to results, vectors and a verified receipt, on this machine."""
+    from fabric_pipelines import screen
     from fabric_pipelines.quickstart import run
 
     with _board() as board:
@@ -219,7 +244,7 @@ def quickstart(ctx: typer.Context, as_json: Json = False) -> None:
     if as_json:
         _emit(report.as_json(), as_json)
     else:
-        sys.stdout.write(report.summary() + "\n")
+        sys.stdout.write(report.summary(screen.width()) + "\n")
     if report.dead:
         raise typer.Exit(PARTIAL)
 
@@ -249,12 +274,10 @@ def down(ctx: typer.Context) -> None:
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    stopped = supervise.down(settings)
-    sys.stderr.write(
-        f"stopped; everything is kept in {settings.home}\n"
-        if stopped
-        else f"nothing of {settings.home} was running\n"
-    )
+    if supervise.down(settings):
+        sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+    else:
+        sys.stderr.write(f"nothing of {settings.home} was running\n")
 
 
 @app.command()
@@ -271,10 +294,13 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     except BrokerUnavailable:
         # what the broker alone knows is unknown, not zero; its processes are there to be seen
         unknown = dict.fromkeys(Ledger().as_json())
-        _emit({**unknown, "lanes": [], **processes}, as_json)
+        shown = {"balance": "unknown", "processes": state["processes"]}
+        _emit({**unknown, "lanes": [], **processes}, as_json, shown=shown)
         raise
-    answer = {**broker.pop("total"), "lanes": broker.pop("lanes"), **processes, **broker}
-    _emit(answer, as_json)
+    broker |= broker.pop("total")
+    ui = {"ui": state["ui_url"] or "not running"}
+    shown = ui | _work_of(broker) | {"processes": state["processes"]}
+    _emit({**broker, **processes}, as_json, shown=shown)
 
 
 def _broker_status(settings: Settings) -> dict[str, Any]:
@@ -361,29 +387,16 @@ def reset(
     as_json: Json = False,
 ) -> None:
     """Empty the home after asking: journal, embedded database, lake, shards, logs."""
-    from fabric_pipelines import supervise
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
     resetting.require_idle(settings)
     found = resetting.contents(settings)
     sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
-    if found.folders and not yes and not _confirmed("Delete all of it?"):
+    if found.folders and not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
-    supervise.down(settings)  # what a killed supervisor left behind
-    with resetting.alone(settings):
-        found = resetting.contents(settings)
-        resetting.remove(found)
-    _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
-
-
-def _confirmed(question: str) -> bool:
-    """A closed stdin or Ctrl-C at the question is a no."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        sys.stderr.write("\n")
-        return False
+    gone = resetting.empty(settings)
+    _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
 
 
 @app.command()
@@ -393,7 +406,11 @@ def doctor(ctx: typer.Context, as_json: Json = False) -> None:
 
     findings = examine(_settings(ctx))
     failed = [item.check for item in findings if item.status == "fail"]
-    _emit({"ok": not failed, "findings": findings}, as_json)
+    shown = {
+        f"{item.status} {item.check}": ": ".join(filter(None, (item.found, item.fix)))
+        for item in findings
+    }
+    _emit({"ok": not failed, "findings": findings}, as_json, shown=shown)
     _require(not failed, f"{', '.join(failed)}: see the remedies above")
 
 
@@ -473,7 +490,17 @@ def models_list(ctx: typer.Context, as_json: Json = False) -> None:
         }
         for spec in models.MODELS.values()
     ]
-    _emit({"cache": cache, "models": rows}, as_json)
+    shown = [
+        {
+            "name": row["name"],
+            "version": row["version"],
+            "licence": row["licence"],
+            "size": _size(int(str(row["bytes"]))),
+            "for": " ".join(sorted({item.split("-")[0] for item in str(row["variants"]).split()})),
+        }
+        for row in rows
+    ]
+    _emit({"cache": cache, "models": rows}, as_json, shown={"cache": cache, "models": shown})
 
 
 # ---- database
@@ -498,7 +525,9 @@ def db_status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.settings import redact
 
     database = Database.of(_settings(ctx))
-    _emit({"url": redact(database.url), **_plain(database.identity)}, as_json)
+    answer = {"url": redact(database.url), **_plain(database.identity)}
+    major, minor = divmod(answer["server_version"], 10_000)
+    _emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
 
 
 @db_app.command("migrate")
@@ -516,14 +545,24 @@ def db_migrate(ctx: typer.Context, as_json: Json = False) -> None:
 def config_show(ctx: typer.Context, as_json: Json = False) -> None:
     """Every setting, its value and which source won."""
     settings = _settings(ctx)
-    _emit({"home": settings.home, "settings": settings.described()}, as_json)
+    rows = settings.described()
+    # a value may be a path to copy, so it is not cut: one setting a line, what it means in docs
+    shown = {
+        row[
+            "name"
+        ]: f"{row['value'] or '-'}{'' if row['origin'] == 'default' else GIVEN.format(row['origin'])}"
+        for row in rows
+    }
+    _emit({"home": settings.home, "settings": rows}, as_json, shown=shown)
 
 
 @broker_app.command("status")
 def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
     """The broker's own account."""
     answer = _broker_status(_settings(ctx))
-    _emit({**answer.pop("total"), **answer}, as_json)
+    answer |= answer.pop("total")
+    more = {"consumers": answer["consumers"], "counters": answer["counters"]}
+    _emit(answer, as_json, shown=_work_of(answer) | more)
 
 
 @broker_app.command("verify")
@@ -550,7 +589,9 @@ def receipt_show(
     found = find_receipt(Database.of(_settings(ctx)), receipt_id)
     if found is None:
         raise UsageError(f"there is no receipt {receipt_id}")
-    _emit(_plain(found), as_json)
+    answer = _plain(found)
+    facts = {name: item for name, item in answer.items() if name != "statement"}
+    _emit(answer, as_json, shown=facts | answer["statement"]["predicate"])
 
 
 @receipt_app.command("verify")
@@ -579,11 +620,13 @@ def receipt_list(
     from fabric_pipelines.dataplane.database import Database
     from fabric_pipelines.dataplane.vectors import find_receipts
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"receipt_id": row.receipt_id, "shard": row.shard, "generation": row.generation}
         for row in find_receipts(Database.of(_settings(ctx)), shard=shard)
     ]
-    _emit({"receipts": rows}, as_json)
+    # a prefix is what the other commands take, and it can be copied
+    shown = [{**row, "receipt_id": row["receipt_id"][:PREFIX]} for row in rows]
+    _emit({"receipts": rows}, as_json, shown={"receipts": shown})
 
 
 @receipt_app.command("rebuild")
@@ -609,6 +652,27 @@ def kernels_list(as_json: Json = False) -> None:
     from fabric_pipelines.device.cubins import kernels_list as listed
 
     _emit(listed(), as_json)
+
+
+@bench_app.command("broker")
+def bench_broker(
+    ctx: typer.Context,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
+    from fabric_pipelines.bench.broker import Options, measure, table
+
+    options = Options(tasks, rounds, tuple(system or ()))
+    report = measure(_settings(ctx), options, lambda line: typer.echo(line, err=True))
+    if as_json:
+        _emit(report, as_json)
+    else:
+        sys.stdout.write(table(report))
 
 
 @worker_app.command("run")

@@ -25,6 +25,7 @@ KINDS = {
     "submission": {"python", "arrow"},
     "results": {"postgres", "parquet"},
     "report": {"numpy", "parquet"},
+    "cluster_health": {"numpy", "parquet"},
     "near_duplicates": {"numpy", "parquet"},
 }
 INDEX_KINDS = {"numpy", "postgres"}

@@ -27,7 +27,7 @@ from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
 from assets.flow import WAIT_TAG
 from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
-from fabric_pipelines import models, receipts, supervise
+from fabric_pipelines import models, receipts, screen, supervise
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
@@ -41,12 +41,15 @@ from fabric_pipelines.worker.engines.registry import engine_spec
 from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
 from fabric_pipelines.workloads.corpus import BOOKS
 from fabric_pipelines.workloads.request import EngineChoice, Prepared
+from fabric_pipelines.workloads.synthetic import INSTRUCTION
 from resources.broker import BrokerResource
 from resources.completion import CompletionResource
 from resources.database import DatabaseResource
 from resources.gpu_worker import GpuWorkerResource
 
 POLL_S = 0.5
+RECEIPT_SHOWN = 12  # characters: a prefix is enough for every command
+SQL = 'psql "$(fabric db url)" -c "select text from fabric.generate"'
 SAMPLES = 10
 ENGINES = tuple(dict.fromkeys(workload.engine for workload in WORKLOADS.values()))
 RUN_TAGS = {
@@ -59,11 +62,13 @@ RUN_TAGS = {
 
 @dataclass(frozen=True, slots=True)
 class QuickstartReport:
-    """What happened. tokens_per_s: of retired tasks, prompt and output together, over the time in which tasks
-    ran; padding_waste: share of padding among all tokens that the engines computed on;
-    seconds: wall time without model_pull_seconds."""
+    """What happened. tasks_ran: retired by this run, the others had been before it. tokens_per_s: prompt and
+    output of retired tasks over the time in which tasks ran, as their rows record it, so a run that found its
+    work done reports the speed of when it was done. padding_waste: share of padding among all tokens that the
+    engines computed on. seconds: wall time of this run without model_pull_seconds."""
 
     tasks: int
+    tasks_ran: int
     retired: int
     dead: int
     balance: int
@@ -87,29 +92,83 @@ class QuickstartReport:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def summary(self) -> str:
-        """One screen."""
-        verdict = "verified" if self.receipt_ok else "DOES NOT VERIFY"
-        lines = [
-            f"tasks      {self.retired:,} of {self.tasks:,} retired, {self.dead} dead, balance {self.balance}",
-            f"tokens     {self.tokens_in:,} in, {self.tokens_out:,} out, {self.tokens_per_s:,.0f} a second, "
-            f"padding waste {self.padding_waste:.1%}",
-            f"landed     {self.rows_landed:,} rows; {self.vectors:,} vectors, recall@10 {self.recall_at_10:.3f}",
-            f"quality    verifiers pass {self.verifier_pass_rate:.0%} of the puzzles; "
-            f"the best probe is right on {self.probe_accuracy:.0%} of held-out statements",
-            f"receipt    {self.receipt_id[:16]} {verdict}",
-            f"time       {self.seconds:.0f} s, and {self.model_pull_seconds:.0f} s for models",
-            "",
-            *(f"{name:<10} {place}" for name, place in self.paths.items()),
-            "",
-            "Some of what the model said:",
-            *(f"  {_short(item['prompt'])} -> {_short(item['reply'])}" for item in self.samples),
-            "",
-            "next       fabric up            the Dagster UI with this run in it",
-            "           fabric results generate --out generations.parquet",
-            f"           fabric receipt verify {self.receipt_id[:16]}",
+    def summary(self, width: int) -> str:
+        """One screen of `width` columns: what happened, ten of the texts, where things are, what to do next."""
+        return "\n".join(
+            [
+                screen.clip(self._headline(), width),
+                "",
+                *screen.grid(self._figures(), indent="  "),
+                "",
+                screen.clip(
+                    f"What the model said (its verifiers accept {self.verifier_pass_rate:.0%} of all):",
+                    width,
+                ),
+                *(_sample_line(item, width) for item in self.samples),
+                "",
+                "Where things are:",
+                *screen.pairs(self.paths, indent="  "),
+                "",
+                "What to do next:",
+                *screen.pairs(self._next(), indent="  "),
+                f"  {SQL}",
+            ]
+        )
+
+    def _headline(self) -> str:
+        if self.tasks_ran == 0:
+            return f"Nothing ran again: all {self.tasks:,} tasks had been done, landed and proven before."
+        again = self.tasks - self.tasks_ran - self.dead
+        before = f"; {again:,} had been done before" if again > 0 else ""
+        return f"{self.tasks_ran:,} tasks ran, landed and are in a proven index{before}."
+
+    def _figures(self) -> list[list[tuple[str, str]]]:
+        speed = "tokens/s then" if self.tasks_ran == 0 else "tokens/s"
+        verified = "verified" if self.receipt_ok else "DOES NOT VERIFY"
+        return [
+            [
+                ("tasks", f"{self.tasks:,}"),
+                ("retired", f"{self.retired:,}"),
+                ("dead", f"{self.dead:,}"),
+                ("balance", f"{self.balance:,}"),
+                ("seconds", f"{self.seconds:,.0f}"),
+            ],
+            [
+                ("tokens in", f"{self.tokens_in:,}"),
+                ("tokens out", f"{self.tokens_out:,}"),
+                (speed, f"{self.tokens_per_s:,.0f}"),
+                ("padding", f"{self.padding_waste:.1%}"),
+                ("model pull s", f"{self.model_pull_seconds:,.0f}"),
+            ],
+            [
+                ("rows landed", f"{self.rows_landed:,}"),
+                ("vectors", f"{self.vectors:,}"),
+                ("recall@10", f"{self.recall_at_10:.3f}"),
+                ("best probe", f"{self.probe_accuracy:.0%}"),
+                ("receipt", f"{self.receipt_id[:RECEIPT_SHOWN]} {verified}"),
+            ],
         ]
-        return "\n".join(lines)
+
+    def _next(self) -> dict[str, str]:
+        return {
+            "fabric up": "services and the UI with this run",
+            "fabric results generate --out x.parquet": "all rows of one function as a file",
+            f"fabric receipt verify {self.receipt_id[:RECEIPT_SHOWN]}": "the index against its rows",
+            "dagster dev": "the UI from this folder, by its .env",
+        }
+
+
+def _sample_line(item: Mapping[str, str], width: int) -> str:
+    """Prompt and reply on one line; of the prompt's share what it does not need goes to the reply."""
+    tick = "✓" if item["passed"] == "True" else "✗"
+    room = width - len(f"  {tick}  → ")
+    prompt = screen.clip(_asked(item["prompt"]), max(room * 3 // 5, room - len(item["reply"])))
+    return f"  {tick} {prompt} → {screen.clip(item['reply'], room - len(prompt))}"
+
+
+def _asked(prompt: str) -> str:
+    """The question without the instruction that every prompt ends with."""
+    return prompt.removesuffix(INSTRUCTION)
 
 
 def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
@@ -124,9 +183,10 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
             _services(settings, progress),
             _instance(settings) as instance,
         ):
+            before = _settled(settings, prepared)
             with _watched(settings, prepared, progress):
                 run_id = _materialise(instance)
-            return _report(settings, instance, prepared, run_id, started_s, pull_s)
+            return _report(settings, instance, prepared, run_id, before, started_s, pull_s)
 
 
 @contextmanager
@@ -190,7 +250,8 @@ def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
         yield
         return
     progress.say("starting Postgres, broker, completion and three workers")
-    supervise.up(settings, ui=False, engines=ENGINES, say=progress.say)
+    # the twelve lines of what starts and runs are `fabric up`'s; here a failed one names itself
+    supervise.up(settings, ui=False, engines=ENGINES, say=lambda line: None)
     try:
         yield
     finally:
@@ -299,6 +360,7 @@ def _report(
     instance: dg.DagsterInstance,
     prepared: Mapping[str, Prepared],
     run_id: str,
+    settled_before: int,
     started_s: float,
     pull_s: float,
 ) -> QuickstartReport:
@@ -318,6 +380,7 @@ def _report(
     span_s = _span_s(published)
     return QuickstartReport(
         tasks=sum(state.tasks for state in states),
+        tasks_ran=sum(state.retired + state.dead for state in states) - settled_before,
         retired=sum(state.retired for state in states),
         dead=sum(state.dead for state in states),
         balance=status.total.balance.tasks,
@@ -336,13 +399,19 @@ def _report(
         probe_accuracy=float(probes["best_accuracy"]),
         samples=_samples(settings, synthetic),
         paths={
-            "results": f"{settings.lake_url} (Parquet)",
-            "tables": "fabric.generate, fabric.embed, fabric.hidden_states (`fabric db url`)",
-            "shard": str(shard["dagster/uri"]),
-            "dagster": str(settings.dagster_home),
+            "tables": "fabric.generate, fabric.embed, fabric.hidden_states",
+            "parquet": settings.lake_url,
+            "index": str(shard["dagster/uri"]),
+            "runs, logs": f"{settings.dagster_home}, {settings.log_dir}",
         },
         run_id=run_id,
     )
+
+
+def _settled(settings: Settings, prepared: Mapping[str, Prepared]) -> int:
+    """Tasks of this quickstart that are retired or dead by now."""
+    states, _ = _broker_facts(settings, prepared)
+    return sum(state.retired + state.dead for state in states)
 
 
 def _broker_facts(
@@ -372,11 +441,6 @@ def _samples(settings: Settings, synthetic: Mapping[str, Any]) -> list[dict[str,
         {name: str(value) for name, value in record.items()}
         for record in table.select(columns).slice(0, SAMPLES).to_pylist()
     ]
-
-
-def _short(text: str, width: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def _padding_waste(status: BrokerStatus, tokens_out: int) -> float:

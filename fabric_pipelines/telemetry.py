@@ -48,6 +48,10 @@ class TokenRate:
     def eta_s(self) -> float | None:
         return (self.total - self.done) / self.rate if self.rate > 0 else None
 
+    @property
+    def eta(self) -> str:
+        return "done" if self.done >= self.total else format_eta(self.eta_s)
+
 
 class ProgressBoard:
     """Named progress lines. `advance_to(name, tokens)` is idempotent: it takes the absolute count."""
@@ -62,12 +66,13 @@ class ProgressBoard:
         self._live = None
         if console.is_terminal and not quiet:
             self._live = Progress(
-                TextColumn("{task.description:<22}"),
-                BarColumn(),
-                TextColumn("{task.completed:>9,.0f} / {task.total:>9,.0f} tokens"),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),  # what the words leave of the width
+                TextColumn("{task.completed:,.0f} / {task.total:,.0f} tokens", justify="right"),
                 TextColumn("{task.fields[eta]}"),
                 TimeElapsedColumn(),
                 console=console,
+                expand=True,
             )
 
     def __enter__(self) -> ProgressBoard:
@@ -87,25 +92,21 @@ class ProgressBoard:
     def add(self, name: str, total_tokens: int) -> None:
         self._rates[name] = TokenRate(total_tokens)
         if self._live:
-            self._bars[name] = self._live.add_task(name, total=total_tokens, eta="")
+            self._bars[name] = self._live.add_task(name, total=total_tokens, eta=format_eta(None))
 
     def advance_to(self, name: str, done_tokens: int) -> None:
         rate = self._rates[name]
         rate.update(done_tokens, time.monotonic())
         if self._live:
-            finished = done_tokens >= rate.total
-            self._live.update(
-                self._bars[name],
-                completed=done_tokens,
-                eta="done" if finished else format_eta(rate.eta_s),
-            )
+            self._live.update(self._bars[name], completed=done_tokens, eta=rate.eta)
         self.heartbeat()
 
     def say(self, line: str) -> None:
         if self._quiet:
             return
         if self._live:
-            self._live.console.print(line)
+            # as it is: rich would colour numbers and break paths at the margin
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             self._stream.write(line + "\n")
             self._stream.flush()
@@ -117,7 +118,7 @@ class ProgressBoard:
             return
         self._beat_s = now
         for name, rate in self._rates.items():
-            self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {format_eta(rate.eta_s)}")
+            self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
 
 
 @contextmanager

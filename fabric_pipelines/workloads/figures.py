@@ -1,6 +1,8 @@
 """Figures as SVG text, for asset pages and reports: numbers in, one small picture out.
 
-Text stays text and paths are rounded, so a figure is a few KB and fits in an event's metadata.
+A Dagster page shows Markdown in place only below 1,000 characters and hides the rest behind a link, so these are
+drawn by hand, in whole pixels and with one path a series: matplotlib's smallest file is 6 KB. The heat map
+cannot be so small; it stays behind the link, and its figures stand beside it as a table with `sparkline`.
 """
 
 from __future__ import annotations
@@ -8,108 +10,216 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-BLUE, GREY, RED = "#3567b0", "#8a8f98", "#c2483d"
-
-
-def _canvas(width: float = 6.0, height: float = 3.0) -> tuple[Figure, Axes]:
-    # Imported here: a definitions load should not pay a second for figures nobody draws.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _svg(figure: Figure) -> str:
-    from matplotlib import rc_context
-
-    sink = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fabric", "font.size": 9}):
-        figure.savefig(sink, format="svg", metadata={"Date": None, "Creator": None})
-    text = sink.getvalue()
-    text = text[text.index("<svg") :]
-    return re.sub(r"(\d+\.\d{2})\d+", r"\1", text)
+INLINE_CHARACTERS_MAX = 999  # of Markdown: what an asset page shows without a click
+BLUE, GREY, RED = "#36b", "#778", "#c43"
+LEFT, TOP, WIDTH, HEIGHT = 34, 16, 250, 90  # the plot area
+BOTTOM = TOP + HEIGHT
+DIGIT = 5  # advance of one digit at the page's 9 px
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def probe_accuracy(report: Mapping[str, Sequence[float]]) -> str:
     """Accuracy by layer with its interval, above the floors. `report`: columns of probes.report."""
-    figure, axes = _canvas()
-    layers = report["layer"]
-    axes.fill_between(layers, report["low"], report["high"], color=BLUE, alpha=0.15, linewidth=0)
-    axes.plot(layers, report["accuracy"], "o-", color=BLUE, label="probe (95 % interval)")
-    axes.plot(layers, report["control"], "s--", color=GREY, label="shuffled labels")
-    axes.axhline(report["bag_of_words"][0], color=RED, linestyle=":", label="bag of words")
-    axes.axhline(report["majority"][0], color="black", linewidth=0.7, label="majority")
-    axes.set(xlabel="layer", ylabel="held-out accuracy", ylim=(0, 1.02), xticks=list(layers))
-    axes.legend(fontsize=7, loc="lower right", frameon=False)
-    return _svg(figure)
+    layers = list(report["layer"])
+    across = [round(x) for x in np.linspace(LEFT + 8, LEFT + WIDTH - 8, len(layers))]
+
+    def height(share: float) -> int:
+        return round(BOTTOM - share * HEIGHT)
+
+    ends = zip(across, report["low"], report["high"], strict=True)
+    interval = "".join(f"M{x} {height(low)}V{height(high)}" for x, low, high in ends)
+    found = [height(share) for share in report["accuracy"]]
+    control = [height(share) for share in report["control"]]
+    words = height(report["bag_of_words"][0])
+    return _page(
+        BOTTOM + 26,
+        _axes("0", "1"),
+        _path(interval, "#bcd", "stroke-width='6'"),
+        _path(_line(across, control), GREY),
+        _path(f"M{LEFT} {words}h{WIDTH}", RED),
+        _path(_line(across, found), BLUE),
+        _ticks(across, [f"{layer:g}" for layer in layers]),
+        _text(LEFT + WIDTH // 2, BOTTOM + 23, "layer"),
+        _text(LEFT, 10, "held-out accuracy"),
+        _text(130, 10, "probe, 95 %", BLUE),
+        _text(192, 10, "shuffled", GREY),
+        _text(238, 10, "word bag", RED),
+    )
 
 
 def padding_by_lane(lengths: npt.NDArray[np.int64], aligned: npt.NDArray[np.int64]) -> str:
     """Real and padding tokens of each aligned length. `lengths`, `aligned`: one value a task."""
-    figure, axes = _canvas()
     lanes = np.unique(aligned)
     real = np.array([lengths[aligned == lane].sum() for lane in lanes])
     total = np.array([(aligned == lane).sum() * lane for lane in lanes])
-    names = [str(lane) for lane in lanes]
-    axes.bar(names, real, color=BLUE, label="tokens")
-    axes.bar(names, total - real, bottom=real, color=RED, label="padding")
-    axes.set(xlabel="lane (aligned length)", ylabel="tokens")
-    axes.set_title(f"padding {1 - real.sum() / total.sum():.1%}", fontsize=9)
-    axes.legend(fontsize=7, frameon=False)
-    return _svg(figure)
+    most = int(total.max())
+    pitch = WIDTH / len(lanes)
+    across = [round(LEFT + pitch * (at + 0.5)) for at in range(len(lanes))]
+    bar = max(2, min(24, int(pitch * 0.7)))
+    heights = [round(HEIGHT * share) for share in total / most]
+    inner = [round(HEIGHT * share) for share in real / most]
+    every = -(-len(lanes) // 12)  # at most a dozen labels
+    return _page(
+        BOTTOM + 26,
+        _axes("0", f"{most:,}"),
+        _path(_bars(across, heights, bar), fill=RED),
+        _path(_bars(across, inner, bar), fill=BLUE),
+        _ticks(across[::every], [str(lane) for lane in lanes[::every]]),
+        _text(LEFT + 80, BOTTOM + 23, "lane: aligned length"),
+        _text(LEFT, 10, "tokens", BLUE),
+        _text(LEFT + 40, 10, f"padding {1 - real.sum() / total.sum():.1%}", RED),
+    )
 
 
 def similarity_histogram(nearest: npt.NDArray[np.float64], known: npt.NDArray[np.float64]) -> str:
     """Cosine of every row to its nearest other, and where the known near-duplicates lie among them."""
-    figure, axes = _canvas()
-    edges = np.linspace(min(0.0, float(nearest.min())), 1.0, 31).tolist()
-    axes.hist(nearest, edges, color=GREY, label="nearest neighbour of each row")
-    axes.hist(known, edges, color=RED, alpha=0.7, label="known near-duplicate pairs")
-    axes.set(xlabel="cosine", ylabel="count")
-    axes.legend(fontsize=7, loc="upper left", frameon=False)
-    return _svg(figure)
+    edges = np.linspace(min(0.0, float(nearest.min())), 1.0, 26)
+    rows = np.histogram(nearest, edges)[0]
+    pairs = np.histogram(known, edges)[0]
+    most = int(max(rows.max(), pairs.max(), 1))
+    ends = [f"{edges[0]:.1g}", f"{(edges[0] + 1) / 2:.2g}", "1"]
+    return _page(
+        BOTTOM + 26,
+        _axes("0", f"{most:,}"),
+        _path(_steps(rows / most), GREY, fill="#ccd"),
+        _path(_steps(pairs / most), RED),
+        _ticks([LEFT, LEFT + WIDTH // 2, LEFT + WIDTH], ends),
+        _text(LEFT + 110, BOTTOM + 23, "cosine"),
+        _text(LEFT, 10, "rows, by nearest neighbour", GREY),
+        _text(170, 10, "known near-duplicates", RED),
+    )
 
 
 def pass_rates(rates: Mapping[str, float]) -> str:
     """Verified pass rate of each generator."""
-    figure, axes = _canvas(height=0.35 * len(rates) + 0.8)
-    names = list(rates)[::-1]
-    axes.barh(names, [rates[name] for name in names], color=BLUE)
-    axes.set(xlabel="pass rate", xlim=(0, 1))
-    return _svg(figure)
+    row, left, full = 13, 140, 150
+    bars = [(row * at + 3, round(full * rate)) for at, rate in enumerate(rates.values())]
+    names = "".join(_span(4, row, f"{name} {rate:.0%}") for name, rate in rates.items())
+    return _page(
+        row * len(rates) + 6,
+        f"<text>{names}</text>",
+        _path("".join(f"M{left} {y}h{width}v9h-{width}z" for y, width in bars), fill=BLUE),
+    )
+
+
+def norms_by_layer(layers: Sequence[int], norms: Sequence[float]) -> str:
+    """Mean norm of the pooled states of each layer."""
+    most = max(*norms, 1e-9)
+    across = [round(x) for x in np.linspace(LEFT + 20, LEFT + WIDTH - 20, len(layers))]
+    return _page(
+        BOTTOM + 26,
+        _axes("0", f"{most:,.0f}" if most >= 100 else f"{most:.3g}"),
+        _path(_bars(across, [round(HEIGHT * norm / most) for norm in norms], 20), fill=BLUE),
+        _ticks(across, [str(layer) for layer in layers]),
+        _text(LEFT + WIDTH // 2 - 10, BOTTOM + 23, "layer"),
+        _text(LEFT, 10, "mean norm of the pooled states"),
+    )
 
 
 def health_map(values: npt.NDArray[Any], clusters: Sequence[str], metrics: Sequence[str]) -> str:
-    """Heat map [clusters, metrics]; each metric is scaled to its own range, an undefined value stays white."""
-    figure, axes = _canvas(0.36 * len(metrics) + 1.5, 0.2 * len(clusters) + 1.6)
+    """Heat map [metrics, clusters]; each metric is scaled to its own range, an undefined value stays white."""
+    # Imported here: a definitions load should not pay a second for a figure nobody draws.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.22 * len(metrics) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    # one pixel a cell: as shapes the cells alone would be 50 KB
+    image = axes.imshow(
+        _scaled(values).T, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="none"
+    )
+    axes.set_yticks(np.arange(len(metrics)), metrics, fontsize=8)
+    axes.set_xticks(np.arange(len(clusters)), clusters, fontsize=8)
+    axes.set_xlabel("cluster", fontsize=8)
+    bar = figure.colorbar(image, ticks=[0, 1], fraction=0.03, pad=0.02)
+    bar.ax.set_yticklabels(["least", "greatest"], fontsize=8)
+    sink = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fabric"}):
+        figure.savefig(sink, format="svg", metadata={"Date": None, "Creator": None})
+    text = sink.getvalue()
+    return re.sub(r"(\d+\.\d{2})\d+", r"\1", text[text.index("<svg") :])
+
+
+def sparkline(values: npt.NDArray[Any]) -> str:
+    """One block a value, scaled to the row's own range; a space where there is none."""
+    scaled = _scaled(np.asarray(values, np.float64)[:, None])[:, 0]
+    return "".join(
+        BLOCKS[min(int(value * len(BLOCKS)), len(BLOCKS) - 1)] if np.isfinite(value) else " "
+        for value in scaled
+    )
+
+
+def _scaled(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Each column over its own range, 0 to 1; NaN where it is not finite."""
     grid = np.asarray(values, np.float64)
     finite = np.where(np.isfinite(grid), grid, np.nan)
     usable = np.isfinite(finite).any(axis=0)
     low = np.full(grid.shape[1], 0.0)
     high = np.full(grid.shape[1], 1.0)
     low[usable], high[usable] = np.nanmin(finite[:, usable], 0), np.nanmax(finite[:, usable], 0)
-    scaled = (finite - low) / np.where(high > low, high - low, 1.0)
-    # one pixel a cell: as shapes the cells alone would be 50 KB
-    axes.imshow(scaled, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="none")
-    axes.set_xticks(np.arange(len(metrics)), metrics, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(np.arange(len(clusters)), clusters, fontsize=6)
-    return _svg(figure)
+    scaled: npt.NDArray[np.float64] = (finite - low) / np.where(high > low, high - low, 1.0)
+    return scaled
 
 
-def norms_by_layer(layers: Sequence[int], norms: Sequence[float]) -> str:
-    """Mean norm of the pooled states of each layer."""
-    figure, axes = _canvas()
-    axes.bar([str(layer) for layer in layers], norms, color=BLUE)
-    axes.set(xlabel="layer", ylabel="mean norm")
-    return _svg(figure)
+def _page(height: int, *parts: str) -> str:
+    """Grey words on no ground: readable in the light and in the dark theme."""
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{LEFT + WIDTH + 20}' height='{height}' "
+        f"fill='{GREY}' style='font:9px sans-serif'>{''.join(parts)}</svg>"
+    )
+
+
+def _axes(least: str, most: str) -> str:
+    """Both axes, and the two ends of the upright one."""
+    return (
+        _path(f"M{LEFT} {TOP}V{BOTTOM}h{WIDTH}", GREY)
+        + _text(2, BOTTOM, least)
+        + _text(2, TOP + 7, most)
+    )
+
+
+def _path(steps: str, stroke: str = "", more: str = "", *, fill: str = "none") -> str:
+    line = f" stroke='{stroke}'" if stroke else ""
+    return f"<path d='{steps}' fill='{fill}'{line}{' ' * bool(more)}{more}/>"
+
+
+def _text(x: int, y: int, words: str, colour: str = "") -> str:
+    fill = f" fill='{colour}'" if colour else ""
+    return f"<text x='{x}' y='{y}'{fill}>{words}</text>"
+
+
+def _span(x: int, down: int, words: str) -> str:
+    return f"<tspan x='{x}' dy='{down}'>{words}</tspan>"
+
+
+def _ticks(across: Sequence[int], names: Sequence[str]) -> str:
+    """Labels under the lying axis as one element: SVG takes a position for every character."""
+    places = [
+        str(round(x - DIGIT * len(name) / 2) + DIGIT * at)
+        for x, name in zip(across, names, strict=True)
+        for at in range(len(name))
+    ]
+    return f"<text x='{' '.join(places)}' y='{BOTTOM + 11}'>{''.join(names)}</text>"
+
+
+def _line(across: Sequence[int], down: Sequence[int]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in zip(across, down, strict=True))
+
+
+def _bars(across: Sequence[int], heights: Sequence[int], width: int) -> str:
+    return "".join(
+        f"M{x - width // 2} {BOTTOM}v-{height}h{width}v{height}" * bool(height)
+        for x, height in zip(across, heights, strict=True)
+    )
+
+
+def _steps(shares: npt.NDArray[np.float64]) -> str:
+    """Outline of a histogram over the plot area."""
+    pitch = WIDTH // len(shares)
+    tops = "".join(f"V{round(BOTTOM - HEIGHT * share)}h{pitch}" for share in shares)
+    return f"M{LEFT} {BOTTOM}{tops}V{BOTTOM}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from assets.metadata import figure
 from fabric_pipelines.workloads import figures
 
 SIZE_MAX = 30_000  # an event's metadata is one JSON row
@@ -39,7 +40,29 @@ def test_every_figure_is_one_small_svg() -> None:
         assert svg.startswith("<svg")
         assert svg.rstrip().endswith("</svg>")
         assert len(svg) < SIZE_MAX
-    assert "lane (aligned length)" in drawn[0]
+    assert "lane: aligned length" in drawn[0]
+
+
+def test_a_figure_of_a_quickstart_is_shown_in_place() -> None:
+    """A Dagster page hides Markdown of 1,000 characters and more behind a link."""
+    rng = np.random.default_rng(7)
+    lengths = rng.integers(4, 80, 800)
+    layers = [0, 6, 12, 18, 24, 30]
+    report = dict.fromkeys(("low", "high", "accuracy", "control", "bag_of_words"), [0.51] * 6)
+    names = ("basic_arithmetic", "calendar_arithmetic", "letter_counting")
+    drawn = [
+        figures.padding_by_lane(lengths, (lengths + 7) // 8 * 8),
+        figures.pass_rates({f"{name}{at}": 0.35 for name in names for at in range(3)}),
+        figures.norms_by_layer([8, 16, 30], [1.0, 2.0, 3.0]),
+        figures.similarity_histogram(rng.beta(5, 3, 800), rng.beta(9, 1, 40)),
+        figures.probe_accuracy({"layer": layers, **report}),
+    ]
+    sizes = [len(str(figure(svg).value)) for svg in drawn]
+    assert max(sizes) <= figures.INLINE_CHARACTERS_MAX, sizes
+
+
+def test_a_sparkline_leaves_a_gap_where_there_is_no_value() -> None:
+    assert figures.sparkline(np.array([1.0, np.nan, 2.0])) == "▁ █"
 
 
 def test_the_same_numbers_draw_the_same_bytes() -> None:

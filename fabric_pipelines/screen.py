@@ -1,0 +1,153 @@
+"""Words and figures on a terminal: clipped to its width, aligned, with units.
+
+Nothing here wraps: a line is cut with an ellipsis, so that a table keeps one row a line on 80 columns. What must
+be copied whole (a path, a URL, an id) stands alone at the end of a line and is never cut.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+GAP = "  "
+COLUMN_LEAST = 8  # a column cut further says nothing
+NAMES_NOT_AMOUNTS = {
+    "pid",
+    "relation_oid",
+    "server_version",
+    "seed",
+    "port",
+}  # no separators in these
+WORDS_MAX = 40  # of a longer list only the length is shown
+
+
+def width() -> int:
+    """Columns of the terminal; 80 where there is none."""
+    return max(shutil.get_terminal_size((80, 40)).columns, 40)
+
+
+def clip(text: str, most: int) -> str:
+    """One line of at most `most` characters; an ellipsis stands for what was cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: max(most - 1, 0)].rstrip() + "…"
+
+
+def size(count: int) -> str:
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} GiB"
+
+
+def value(item: Any, name: str = "") -> str:
+    """Numbers with separators and four digits, nothing for None, the rest as it is."""
+    if name in NAMES_NOT_AMOUNTS:
+        return "" if item is None else str(item)
+    if item is None:
+        return ""
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    if isinstance(item, int):
+        return f"{item:,}"
+    if isinstance(item, float):
+        return f"{item:.3e}" if item and abs(item) < 1e-3 else f"{item:,.4g}"
+    return str(item)
+
+
+def pairs(facts: Mapping[str, str], *, indent: str = "") -> list[str]:
+    """One fact a line, names aligned; values are never cut."""
+    longest = max((len(name) for name in facts), default=0)
+    return [f"{indent}{name:<{longest}}{GAP}{fact}".rstrip() for name, fact in facts.items()]
+
+
+def grid(facts: Sequence[Sequence[tuple[str, str]]], *, indent: str = "") -> list[str]:
+    """Columns of (name, figure) beside each other, figures to the right."""
+    columns = []
+    for column in facts:
+        names = max(len(name) for name, _ in column)
+        figures = max(len(figure) for _, figure in column)
+        columns.append([f"{name:<{names}}{GAP}{figure:>{figures}}" for name, figure in column])
+    rows = max(len(column) for column in columns)
+    padded = [column + [" " * len(column[0])] * (rows - len(column)) for column in columns]
+    return [(indent + (GAP * 2).join(row)).rstrip() for row in zip(*padded, strict=True)]
+
+
+def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str], most: int) -> list[str]:
+    """Rows under their names: numbers to the right, and of what is too wide the widest text columns are cut."""
+    names = list(names)
+    cells = [[clip(value(row.get(name), name), 10_000) for name in names] for row in rows]
+    numeric = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in names]
+    titles = [name.replace("_", " ") for name in names]
+    widths = [max(len(titles[at]), *(len(line[at]) for line in cells)) for at in range(len(names))]
+    room = most - len(GAP) * (len(names) - 1)
+    while sum(widths) > room:
+        at = max(
+            (at for at in range(len(names)) if not numeric[at]),
+            key=lambda at: widths[at],
+            default=None,
+        )
+        if at is None or widths[at] <= COLUMN_LEAST:
+            break
+        widths[at] -= 1
+    lines = [titles, ["─" * wide for wide in widths], *cells]
+    return [
+        GAP.join(
+            f"{clip(cell, wide):>{wide}}" if right else f"{clip(cell, wide):<{wide}}"
+            for cell, wide, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def page(answer: Mapping[str, Any], most: int, *, indent: str = "") -> list[str]:
+    """A whole answer: plain facts first and aligned, then what has parts, each under its name."""
+    plain = {name: item for name, item in answer.items() if not _has_parts(item)}
+    margin = len(indent) + max((len(name) for name in plain), default=0) + len(GAP)
+    facts = {
+        name.replace("_", " "): _fact(name, item, most - margin, "\n" + " " * margin)
+        for name, item in plain.items()
+    }
+    lines = pairs(facts, indent=indent)
+    for name, item in answer.items():
+        if _has_parts(item):
+            inner = indent + GAP
+            lines += ["", indent + name.replace("_", " ")] if lines else [indent + name]
+            lines += _parts(item, most, inner)
+    return lines
+
+
+def _has_parts(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return bool(item)
+    return isinstance(item, list) and bool(item) and isinstance(item[0], Mapping)
+
+
+def _parts(item: Any, most: int, indent: str) -> list[str]:
+    rows = item if isinstance(item, list) else _as_rows(item)
+    if rows is None:
+        return page(item, most, indent=indent)
+    return [indent + line for line in table(rows, rows[0], most - len(indent))]
+
+
+def _as_rows(item: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """A mapping of equal flat mappings reads better as a table."""
+    kept = list(item.values())
+    if len(kept) < 2 or not all(isinstance(part, Mapping) for part in kept):
+        return None
+    if any(set(part) != set(kept[0]) or any(map(_has_parts, part.values())) for part in kept):
+        return None
+    return [{"name": name, **part} for name, part in item.items()]
+
+
+def _fact(name: str, item: Any, room: int, margin: str) -> str:
+    """A list of words is wrapped between them; a long one, or one of numbers, is only counted."""
+    if isinstance(item, list) and item:
+        if len(item) > WORDS_MAX:
+            return f"{len(item):,} values"
+        joined = ", ".join(value(part) for part in item)
+        return margin.join(textwrap.wrap(joined, max(room, 20), break_long_words=False))
+    return value(item, name) if item not in (None, "", [], {}) else "-"

@@ -1,0 +1,91 @@
+"""What a person sees on 80 columns: one row a line, nothing broken in mid-word, nothing that must be copied cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fabric_pipelines import screen
+from fabric_pipelines.quickstart import QuickstartReport
+
+SAMPLE = {
+    "prompt": "Find the Greatest Common Divisor (GCD) of these numbers: 8, 7. Give only the GCD.\n"
+    "Reply with the answer only.",
+    "reply": "The GCD of 8 and 7 is\n\n5, since 8 and 7 have no other common divisor than 1 and that is all.",
+    "passed": "False",
+}
+REPORT = QuickstartReport(
+    tasks=1_056,
+    tasks_ran=1_056,
+    retired=1_056,
+    dead=0,
+    balance=0,
+    tokens_in=30_139,
+    tokens_out=674,
+    rows_landed=1_056,
+    vectors=800,
+    receipt_id="ab" * 32,
+    receipt_ok=True,
+    recall_at_10=1.0,
+    seconds=61.2,
+    tokens_per_s=845.3,
+    padding_waste=0.0773,
+    model_pull_seconds=0.01,
+    verifier_pass_rate=0.354,
+    probe_accuracy=0.875,
+    samples=[SAMPLE] * 10,
+    paths={"tables": "fabric.generate, fabric.embed", "parquet": "/srv/fabric/lake"},
+    run_id="r",
+)
+
+
+def test_the_summary_is_one_screen() -> None:
+    lines = REPORT.summary(80).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    for words in ("balance 0", "tokens/s 845", "padding 7.7%", "recall@10 1.000", "abab verified"):
+        assert words in shown
+
+
+def test_each_text_is_one_line_with_its_verdict() -> None:
+    said = [line for line in REPORT.summary(80).splitlines() if "→" in line]
+    assert len(said) == 10
+    assert all(line.startswith("  ✗ ") and line.endswith("…") for line in said)
+
+
+def test_a_second_run_says_that_nothing_ran_and_whose_speed_it_shows() -> None:
+    again = replace(REPORT, tasks_ran=0).summary(80)
+    assert again.startswith("Nothing ran again: all 1,056 tasks")
+    assert "tokens/s then" in again
+
+
+def test_an_index_that_does_not_verify_is_said_so() -> None:
+    assert "DOES NOT VERIFY" in replace(REPORT, receipt_ok=False).summary(80)
+
+
+def test_a_table_keeps_numbers_whole_and_cuts_the_widest_words() -> None:
+    rows = [{"engine": "e" * 60, "ready": 123_456_789, "pid": 12_345}]
+    head, rule, row = screen.table(rows, ("engine", "ready", "pid"), 40)
+    assert max(len(head), len(rule), len(row)) <= 40
+    assert row.split() == ["e" * 19 + "…", "123,456,789", "12345"]
+
+
+def test_a_page_puts_facts_first_and_wraps_lists_between_words() -> None:
+    lines = screen.page(
+        {"files": [{"role": "ids", "bytes": 5}], "columns": ["task_id"] * 12, "gone": None}, 40
+    )
+    assert lines[0].startswith("columns  task_id, ")
+    assert all(len(line) <= 40 for text in lines for line in text.splitlines())
+    assert lines[1:] == [
+        "gone     -",
+        "",
+        "files",
+        "  role  bytes",
+        "  ────  ─────",
+        "  ids       5",
+    ]
+
+
+def test_facts_are_never_cut() -> None:
+    path = "/srv/" + "x" * 200
+    assert screen.page({"home": path}, 80) == [f"home  {path}"]
