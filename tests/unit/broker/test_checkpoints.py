@@ -189,7 +189,7 @@ def test_live_rows_of_a_mostly_dead_front_are_copied_forward_under_their_ids(
     header = submission_of([slow], 99, engine="slow@engine")
     bench.submit(header, [slow])
     first_id = bench.owner.submission(header.submission_id).first_task_id  # type: ignore[union-attr]
-    for mark in range(8):
+    for mark in range(10):
         work(bench, mark, land=20)
         bench.checkpoint()
         if mark == 4:
