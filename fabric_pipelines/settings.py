@@ -143,8 +143,17 @@ def load(
         values[name] = _convert(name, value, type(item.default))
         origin[name] = where
     for name in ("home", "models"):
-        values[name] = (folder / values[name].expanduser()).resolve()
+        values[name] = _absolute(name, folder, values[name])
     return Settings(**values, origin=origin)
+
+
+def _absolute(name: str, folder: Path, path: Path) -> Path:
+    try:
+        return (folder / path.expanduser()).resolve()
+    except RuntimeError as fault:
+        raise SettingsError(
+            f"setting {name} is {path}, and this user has no home folder: set HOME or FABRIC_{name.upper()}"
+        ) from fault
 
 
 def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,16 @@ class Desk(threading.Thread):
             self._requests.put(_Request(act, rank, durable, answer))
         return answer
 
+    @property
+    def acknowledged(self) -> list[Any]:
+        """[journal id, LSN]: what any answer given from now on may rely on."""
+        journal = self._owner.journal
+        return [journal.journal_id, journal.durable_lsn]
+
+    def require_kept(self, journal_id: str, lsn: int) -> None:
+        """CorruptionFound if a caller was acknowledged more than the journal holds."""
+        self._owner.require_kept(journal_id, lsn)
+
     def stop(self) -> None:
         """Finish what was asked, commit, and end."""
         self._stopping = True

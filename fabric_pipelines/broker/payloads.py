@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.broker.core import Grant
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import Computed, Enqueued, Moved, MovedComputed, decode
 from fabric_pipelines.broker.gather import TaskMemory, gathered
 from fabric_pipelines.broker.state import State
+from fabric_pipelines.broker.supply import Grant
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc
 from fabric_pipelines.records.completion import PULLED_SCHEMA, clip_error_text

@@ -47,7 +47,7 @@ from fabric_pipelines.broker.facts import (
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
-from fabric_pipelines.broker.lanes import Lane, Step, key_of, shapes
+from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
 from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
@@ -71,11 +71,12 @@ class BatchColumns:
     key: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, submission: Submission, batch: pa.RecordBatch) -> BatchColumns:
+    def of(cls, submission: Submission, batch: pa.RecordBatch, rule: int = RULE) -> BatchColumns:
         prompt = token_counts(batch)
         new = batch.column("max_new_tokens").to_numpy().astype(np.int64)
         tokens = batch.column("tokens").flatten().to_numpy()
-        return cls(prompt, new, shapes(submission, prompt, new), prefix_keys(tokens, prompt))
+        shape = shapes(submission, prompt, new, rule)
+        return cls(prompt, new, shape, prefix_keys(tokens, prompt, layout=rule))
 
 
 @dataclass(slots=True)
@@ -183,7 +184,7 @@ class State:
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
         record = self.by_submission[fact.submission_id]
-        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc))
+        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc), fact.rule)
         if fact.base != self.index.count or len(columns.prompt) != fact.rows:
             raise BalanceBroken(
                 f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "

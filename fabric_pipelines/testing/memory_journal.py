@@ -59,6 +59,7 @@ class MemoryJournal:
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
+        spare_last: bool = False,
     ) -> int:
         self._require_working()
         if self.full and not essential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,25 @@ def test_a_deep_home_gets_a_short_runtime_folder(tmp_path: Path) -> None:
 )
 def test_a_password_is_never_shown(url: str, shown: str) -> None:
     assert settings.redact(url) == shown
+
+
+def test_a_space_or_a_comma_in_the_home_moves_only_the_sockets(tmp_path: Path) -> None:
+    for name in ("a b", "a,b", "a%20b", "ü"):
+        made = settings.load({"home": tmp_path / name}, {}, tmp_path)
+        assert settings.PLAIN_PATH.fullmatch(str(made.runtime_dir))
+        assert made.journal_dir == tmp_path / name / "journal"
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as in a container: no passwd entry
+    with pytest.raises(SettingsError, match="set HOME or FABRIC_MODELS"):
+        settings.load({}, {}, tmp_path)
+
+
+def test_a_folder_in_the_place_of_fabric_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fabric.toml").mkdir()
+    with pytest.raises(SettingsError, match=r"fabric\.toml cannot be read"):
+        settings.load({}, {}, tmp_path)
