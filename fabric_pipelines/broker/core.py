@@ -59,7 +59,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc
+from fabric_pipelines.records.arrow import to_ipc_part
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -243,7 +243,7 @@ class Core:
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
         ordinal = len(record.batches)
-        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc(batch), RULE)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -447,7 +447,7 @@ class Core:
             return [], reply
         if len(taken) < batch.num_rows:
             batch = batch.take(pa.array(taken))
-            ipc = to_ipc(batch)
+            ipc = to_ipc_part(batch)
         codes = statuses.to_numpy()[taken]
         output = pc.fill_null(pc.list_value_length(batch.column("output")), 0)
         fact = Computed(

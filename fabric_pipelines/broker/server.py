@@ -27,7 +27,7 @@ from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
@@ -170,7 +170,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ).result()
         if lease is None:
             return {"hold": hold}, ()
-        ipc = to_ipc(lease.to_batch())
+        ipc = to_ipc_part(lease.to_batch())
         return {"hold": hold, "crc32c": crc32c(ipc)}, (ipc,)
 
     def _renew(self, head: Head, parts: list[memoryview]) -> Reply:
@@ -218,7 +218,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 self._desk.news.wait(min(left, 0.25))
         if batch is None:
             return {}, ()
-        ipc = to_ipc(batch)
+        ipc = to_ipc_part(batch)
         return {"crc32c": crc32c(ipc)}, (ipc,)
 
     def _release(self, head: Head, parts: list[memoryview]) -> Reply:
