@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.errors import SettingsError
+from fabric_pipelines.errors import Refused, SettingsError
 
 UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
 PLAIN_PATH = re.compile(
@@ -110,6 +111,22 @@ class Settings:
             for item in fields(self)
             if item.name != "origin"
         }
+
+
+def make_runtime_folder(folder: Path) -> None:
+    """Make the folder of sockets and locks, and refuse one that somebody else could have put there: under a
+    shared temporary folder its name can be guessed."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700 if _is_shared(folder.parent) else 0o755)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise Refused(
+            f"{folder} is not a folder that only this user may write to: remove it, or choose another home "
+            "with FABRIC_HOME"
+        )
+
+
+def _is_shared(folder: Path) -> bool:
+    return bool(folder.exists() and folder.stat().st_mode & stat.S_ISVTX)
 
 
 def redact(url: str) -> str:

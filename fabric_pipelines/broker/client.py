@@ -382,7 +382,7 @@ def ids_part(task_ids: TaskIds) -> memoryview:
 
 
 def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
-    if crc32c(bytes(part)) != reply["crc32c"]:
+    if crc32c(part) != reply["crc32c"]:
         raise SchemaError("a batch from the broker does not match its CRC32C: ask again")
     return from_ipc(part)
 

@@ -23,6 +23,8 @@ from fabric_pipelines.broker.accounts import (
     READY,
     RETIRED,
     STATE_NAMES,
+    distinct,
+    has_repeats,
 )
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -172,7 +174,7 @@ class Core:
             self._fingerprints.pop(fact.submission_id, None)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
-            self._stepping.update(np.unique(self.state.index.lane[fact.tasks]).tolist())
+            self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
 
     # -- producers
 
@@ -423,9 +425,11 @@ class Core:
             )
         tasks, known = self._sequences(batch.column("task_id").to_numpy())
         rows = np.flatnonzero(known)
-        _, first = np.unique(tasks[rows], return_index=True)
-        once = np.zeros(len(rows), np.bool_)
-        once[first] = True
+        once = np.ones(len(rows), np.bool_)
+        if has_repeats(tasks[rows]):
+            _, first = np.unique(tasks[rows], return_index=True)
+            once[:] = False
+            once[first] = True
         index, mine = self.state.index, self.state.sessions.get(name, -2)
         states = index.state[tasks[rows]]
         # A lease that ran out while its work went on is honoured as long as nobody else took the task:
@@ -458,6 +462,8 @@ class Core:
 
     def _verdicts(self, tasks: Sequences, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """ok and refused are final; failed is final with the last attempt."""
+        if not codes.any():
+            return np.full(len(tasks), Verdict.OK, np.uint8)
         last = self.state.index.attempts[tasks] + 1 >= self.limits.attempts_max
         failed = np.where(last, Verdict.FAILED, Verdict.RETRY)
         verdicts = np.array([Verdict.OK, Verdict.REFUSED, Verdict.NONE])[codes]
@@ -532,7 +538,9 @@ class Core:
         if not known.all():
             at = int(task_ids[int(np.argmin(known))])
             raise UsageError(f"task {at} is not of this journal: nothing was retired")
-        tasks = np.unique(tasks)
+        tasks = np.sort(tasks)
+        if has_repeats(tasks):
+            tasks = np.unique(tasks)
         index = self.state.index
         states = index.state[tasks]
         settled = (states == RETIRED) | (states == DEAD)

@@ -133,15 +133,36 @@ class Owner:
         """Facts were appended that are not durable yet."""
         return self._group_bytes > 0
 
+    @property
+    def _unsynced(self) -> bool:
+        """Facts were handed to the kernel that are not durable yet."""
+        return self.journal.durable_lsn < self.journal.next_lsn - 1
+
     def commit(self) -> None:
+        """Everything that was logged is durable on return."""
+        self.write()
+        self.sync()
+
+    def write(self) -> None:
+        """First half of `commit`: close the group. Nothing of it may be acknowledged before `sync`."""
         if not self.dirty:
             return
         try:
-            self.journal.commit()
+            self.journal.write()
+        except StorageFailed as fault:
+            raise Fatal(str(fault)) from fault
+        self._group_bytes = 0
+
+    def sync(self) -> None:
+        """Second half of `commit`, for all that was written before this call. The one thing here that another
+        thread may do, while the owner goes on."""
+        if not self._unsynced:
+            return
+        try:
+            self.journal.sync()
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
         self.fsyncs += 1
-        self._group_bytes = 0
 
     def idle(self) -> None:
         """Nothing is waiting: make the last leases durable, and record that they are."""
@@ -151,7 +172,13 @@ class Owner:
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
 
-    def _log(self, facts: list[Fact], columns: BatchColumns | None = None) -> None:
+    def _log(
+        self,
+        facts: list[Fact],
+        columns: BatchColumns | None = None,
+        batch: pa.RecordBatch | None = None,
+    ) -> None:
+        """`columns` and `batch` are what is known already of the one fact that carries rows."""
         for fact in facts:
             pieces = fact.encode()
             size = sum(map(len, pieces)) + 128
@@ -168,7 +195,7 @@ class Owner:
             except BalanceBroken as broken:
                 raise Fatal(str(broken)) from broken
             if isinstance(fact, Enqueued | Computed | Moved | MovedComputed):
-                self.payloads.keep(lsn, fact.ipc)
+                self.payloads.keep(lsn, fact.ipc, batch)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
         """New tasks, copies and outcomes may be refused for want of space: they are still where they came from.
@@ -403,7 +430,8 @@ class Owner:
 
     def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
-        self._log(facts)
+        whole = reply.accepted == batch.num_rows
+        self._log(facts, batch=batch if whole else None)
         return reply
 
     def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:

@@ -5,9 +5,10 @@ hashes, shallow to deep, make a 64-bit key. Prompts that share a prefix share le
 *whole* backlog of a lane by key puts them side by side, whatever the arrival order. Any depth-first order is
 optimal once a cache holds one path (SGLang, arXiv 2312.07104).
 
-The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: the whole batch takes one
-cumulative sum, and a depth costs one subtraction per row. A chain of hashes per block would need a ragged
-gather, which numpy does at 3-39 Mtok/s.
+The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: terms are made for a stripe of
+whole rows at a time, which stays in the cache with its powers, and summed from depth to depth. One cumulative sum
+over the batch takes twice as long; a chain of hashes per block would need a ragged gather, which numpy does at
+3-39 Mtok/s.
 
 Depths must be dense: prompts that part and end between two depths are not told apart. Layout 1 (doubling
 depths) falls 0.01 short of the bound on long prompts in `fabric bench supply`, and more with smaller caches.
@@ -37,7 +38,9 @@ class Layout:
     shifts: tuple[int, ...] = field(init=False)
     reached: Counts = field(init=False)  # tokens at each depth, from 0
     evidence: Counts = field(init=False)  # key bits down to each depth, from 0
-    level_of_bits: Counts = field(init=False)  # depths covered by so many equal leading bits, 0..64
+    differs: Keys = field(
+        init=False
+    )  # two keys that agree in all but i depths differ by less than differs[i]
 
     def __post_init__(self) -> None:
         sums = list(accumulate(self.bits))
@@ -47,7 +50,7 @@ class Layout:
             "shifts": tuple(64 - total for total in sums),
             "reached": np.array([0, *(depth * BLOCK for depth in self.depths)], np.int64),
             "evidence": np.array([0, *sums], np.int64),
-            "level_of_bits": np.searchsorted(sums, np.arange(65), side="right"),
+            "differs": np.array([1 << 64 - total for total in reversed(sums)], np.uint64),
         }
         for name, value in made.items():
             object.__setattr__(self, name, value)
@@ -65,7 +68,7 @@ SPARE_BITS = 4  # of evidence beyond log2 of the backlog: one neighbour in 16 ma
 
 _BASE = 0xD1342543DE82EF95  # odd, hence invertible modulo 2^64
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
-_STRIPE = 1 << 14  # tokens whose terms stay in the cache between passes
+_STRIPE = 1 << 14  # tokens (at least one row) whose terms stay in the cache between passes
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
@@ -73,20 +76,28 @@ def prefix_keys(tokens: npt.NDArray[np.uint32], lengths: Counts, *, layout: int 
     """Key of each prompt, uint64 [rows]; `tokens` are all prompts end to end, `lengths` theirs. A depth that
     a prompt does not reach contributes zeros, so it sorts before those that go on."""
     rows, by = len(lengths), LAYOUTS[layout]
-    starts = np.zeros(rows, np.int64)
-    np.cumsum(lengths[:-1], out=starts[1:])
+    starts = np.zeros(rows + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    keys = np.zeros(rows, np.uint64)
+    levels = int(np.searchsorted(by.reached, lengths.max(initial=0), side="right")) - 1
+    if not levels:
+        return keys
+    sums = np.empty((rows, levels), np.uint64)
     with np.errstate(over="ignore"):
-        sums = _prefix_sums(tokens)
-        undo = _powers(_BASE_INVERSE, len(tokens) + 1)[starts]
-        before = sums[starts]
-        keys = np.zeros(rows, np.uint64)
-        for depth, bits, shift in zip(by.depths, by.bits, by.shifts, strict=True):
-            whole = np.flatnonzero(lengths >= depth * BLOCK)
-            if not len(whole):
+        first = 0
+        while first < rows:
+            last = int(np.searchsorted(starts, starts[first] + _STRIPE, side="right")) - 1
+            last = max(last, first + 1)
+            mine = starts[first : last + 1]
+            stripe = tokens[mine[0] : mine[-1]]
+            sums[first:last] = _depth_sums(stripe, mine - mine[0], by.reached[: levels + 1])
+            first = last
+        for level, (bits, shift) in enumerate(zip(by.bits, by.shifts, strict=True)):
+            if level == levels:
                 break
-            ends = starts[whole] + depth * BLOCK
-            marks = _finish((sums[ends] - before[whole]) * undo[whole]) >> np.uint64(64 - bits)
-            keys[whole] |= marks << np.uint64(shift)
+            marks = _finish(sums[:, level]) >> np.uint64(64 - bits)
+            whole = lengths >= by.reached[level + 1]
+            keys |= np.where(whole, marks << np.uint64(shift), np.uint64(0))
     return keys
 
 
@@ -101,20 +112,12 @@ def shared_tokens(keys: Keys, lengths: Counts, *, among: int | None = None) -> C
     if len(keys) < 2:
         return shared
     by = LAYOUTS[CURRENT]
-    equal = by.level_of_bits[64 - _bit_lengths(keys[1:] ^ keys[:-1])]
+    equal = len(by.depths) - np.searchsorted(by.differs, keys[1:] ^ keys[:-1], side="right")
     reach = np.searchsorted(by.reached, np.minimum(lengths[1:], lengths[:-1]), side="right") - 1
     level = np.minimum(equal, reach)
     needed = max(among or len(keys), 1).bit_length() + SPARE_BITS
     shared[1:] = np.where(by.evidence[level] >= needed, by.reached[level], 0)
     return shared
-
-
-def _bit_lengths(values: Keys) -> npt.NDArray[np.int32]:
-    """Bits up to the highest one set, 0 of 0. float64 is exact up to 53 bits, hence the two halves."""
-    high = np.frexp((values >> np.uint64(32)).astype(np.float64))[1]
-    low = np.frexp((values & np.uint64(0xFFFFFFFF)).astype(np.float64))[1]
-    found: npt.NDArray[np.int32] = np.where(high > 0, high + 32, low)
-    return found
 
 
 def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -123,20 +126,26 @@ def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return first
 
 
-def _prefix_sums(tokens: npt.NDArray[np.uint32]) -> Keys:
-    """sums[i] = polynomial of tokens[:i]; every token is mixed first, since small ids would leave the low bits
-    of the sum nearly constant."""
-    sums = np.zeros(len(tokens) + 1, np.uint64)
-    powers = _powers(_BASE, len(tokens))
-    for start in range(0, len(tokens), _STRIPE):
-        terms = tokens[start : start + _STRIPE].astype(np.uint64)
-        end = start + len(terms)
-        terms += np.uint64(1)
-        terms *= _MIX_1
-        terms ^= terms >> np.uint64(29)
-        terms *= powers[start:end]
-        terms[0] += sums[start]
-        np.cumsum(terms, out=sums[start + 1 : end + 1])
+def _depth_sums(tokens: npt.NDArray[np.uint32], bounds: Counts, reached: Counts) -> Keys:
+    """Polynomial of the first reached[i + 1] tokens of each row, uint64 [rows, len(reached) - 1]; what a row does
+    not reach holds nothing of use. `bounds` are the rows' starts and the end of the last one.
+
+    Every token is mixed first, since small ids would leave the low bits of the sum nearly constant.
+    """
+    count = len(tokens)
+    terms = np.empty(count + 1, np.uint64)
+    terms[count] = 0  # so that the end of the last row is a place, too
+    live = terms[:count]
+    live[:] = tokens
+    live += np.uint64(1)
+    live *= _MIX_1
+    live ^= live >> np.uint64(29)
+    live *= _powers(_BASE, count)
+    starts = bounds[:-1]
+    edges = np.minimum(starts[:, None] + reached, bounds[1:, None])
+    pieces = np.add.reduceat(terms, edges.reshape(-1)).reshape(edges.shape)[:, :-1]
+    sums: Keys = np.cumsum(pieces, axis=1)
+    sums *= _powers(_BASE_INVERSE, count + 1)[starts][:, None]
     return sums
 
 
@@ -149,7 +158,7 @@ _power_tables: dict[int, Keys] = {}
 
 
 def _powers(base: int, count: int) -> Keys:
-    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a batch)."""
+    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a stripe)."""
     table = _power_tables.get(base, np.ones(1, np.uint64))
     with np.errstate(over="ignore"):
         while len(table) < count:

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.broker import snapshot
-from fabric_pipelines.broker.state import State
+from fabric_pipelines.broker.index import COLUMNS
+from fabric_pipelines.broker.lanes import Lane
+from fabric_pipelines.broker.state import State, SubmissionRecord
 from fabric_pipelines.errors import Backpressure, BalanceBroken, CorruptionFound
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, ids_of, submission_of, tasks_of
@@ -432,3 +434,18 @@ def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) ->
     full["on"] = False
     assert bench.finish(waiting).accepted == 10
     assert bench.owner.verify().differences == []
+
+
+def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
+    """A new field of the state must be saved, or named here as derived."""
+    derived = {"by_submission", "session_leases", "lane_of"}
+    saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
+    saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
+    saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames"}
+    assert set(vars(State(1))) == saved | derived
+    index = {"count", "_capacity", "base", "frames", "done_frames", "moved", *COLUMNS}
+    assert set(vars(State(1).index)) == index
+    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
+    assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting"}
+    record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
+    assert set(SubmissionRecord.__dataclass_fields__) == record
