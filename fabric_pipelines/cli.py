@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from fabric_pipelines.bench.commands import app as bench_app
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     CheckFailed,
@@ -98,7 +99,7 @@ broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
-bench_app = _group("bench", "Figures of this machine, beside those of peers.")
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -130,10 +131,6 @@ def _assignment(text: str) -> tuple[str, str]:
 def _settings(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings
 
-    known = {row["name"] for row in settings.Settings().described()}
-    unknown = sorted(set(ctx.obj) - known)
-    if unknown:
-        raise UsageError(f"there are no settings {unknown}; known are {sorted(known)}")
     return settings.load(ctx.obj)
 
 
@@ -384,18 +381,6 @@ def reset(
         raise Interrupted("nothing was deleted")
     gone = resetting.empty(settings)
     _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
-
-
-@bench_app.command("supply")
-def bench_supply(as_json: Json = False) -> None:
-    """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
-    from fabric_pipelines.bench import supply_quality
-
-    found = supply_quality.measure()
-    if as_json:
-        _emit(found, as_json)
-    else:
-        sys.stdout.write(supply_quality.table(found) + "\n")
 
 
 @app.command()
@@ -663,27 +648,6 @@ def kernels_list(as_json: Json = False) -> None:
     from fabric_pipelines.device.cubins import kernels_list as listed
 
     _emit(listed(), as_json)
-
-
-@bench_app.command("broker")
-def bench_broker(
-    ctx: typer.Context,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
-    system: Annotated[
-        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
-    from fabric_pipelines.bench.broker import Options, measure, table
-
-    options = Options(tasks, rounds, tuple(system or ()))
-    report = measure(_settings(ctx), options, lambda line: typer.echo(line, err=True))
-    if as_json:
-        _emit(report, as_json)
-    else:
-        sys.stdout.write(table(report))
 
 
 @worker_app.command("run")

@@ -146,6 +146,8 @@ def load(
     environ = os.environ if environ is None else environ
     folder = Path.cwd() if folder is None else folder
     known = {item.name: item for item in fields(Settings) if item.name != "origin"}
+    if unknown := sorted(set(flags or {}) - set(known)):
+        raise SettingsError(f"there are no settings {unknown}; known are {sorted(known)}")
     from_file = _read_toml(folder / "fabric.toml", known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
