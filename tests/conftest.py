@@ -9,6 +9,7 @@ import pytest
 
 from fabric_pipelines import settings
 
+pytest_plugins = ["tests.support_quickstart"]
 KEEP = {"FABRIC_MODELS", "FABRIC_REQUIRE_GPU", "FABRIC_REQUIRE_PARITY", "FABRIC_PG_BIN"}
 
 
@@ -22,3 +23,8 @@ def _no_settings_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 def home_settings(tmp_path: Path) -> settings.Settings:
     """Settings whose home is the test's own folder."""
     return settings.load({"home": tmp_path / "home"}, {}, tmp_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the one real quickstart run last: its services stay up until the session ends."""
+    items.sort(key=lambda item: "quickstarted" in getattr(item, "fixturenames", ()))
