@@ -95,6 +95,7 @@ broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
+bench_app = _group("bench", "Figures of this machine, beside those of peers.")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -663,6 +664,27 @@ def kernels_list(as_json: Json = False) -> None:
     from fabric_pipelines.device.cubins import kernels_list as listed
 
     _emit(listed(), as_json)
+
+
+@bench_app.command("broker")
+def bench_broker(
+    ctx: typer.Context,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
+    from fabric_pipelines.bench.broker import Options, measure, table
+
+    options = Options(tasks, rounds, tuple(system or ()))
+    report = measure(_settings(ctx), options, lambda line: typer.echo(line, err=True))
+    if as_json:
+        _emit(report, as_json)
+    else:
+        sys.stdout.write(table(report))
 
 
 @worker_app.command("run")

@@ -244,15 +244,20 @@ class BrokerClient:
         self._lease_call = time.time_ns()
         return attach_reply(reply)
 
-    def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None:
+    def lease(
+        self, *, sequences: int, tokens: int, kv_tokens: int | None, synced: bool = False
+    ) -> Lease | None:
         """Up to so much of one lane; None when nothing is ready, or on hold (`hold_reason` says why). A call
-        that failed may be repeated: a lease whose answer was lost comes again, not a second one."""
-        head = {
+        that failed may be repeated: a lease whose answer was lost comes again, not a second one. A lease need
+        not be durable, since a restart asks who holds what; with `synced` it is."""
+        head: dict[str, Any] = {
             "sequences": sequences,
             "tokens": tokens,
             "kv_tokens": kv_tokens,
             "call": self._lease_call,
         }
+        if synced:
+            head["synced"] = True
         reply, parts = self._call("lease", head)
         self._lease_call += 1
         self.hold_reason = reply["hold"]

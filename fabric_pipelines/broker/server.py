@@ -150,8 +150,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         budget = Budget(
             int(head["sequences"]), int(head["tokens"]), None if kv is None else int(kv)
         )
+        synced = bool(head.get("synced", False))
         lease, hold = self._desk.ask(
-            lambda owner: owner.lease(name, budget, call), Rank.LEASE, durable=False
+            lambda owner: owner.lease(name, budget, call), Rank.LEASE, durable=synced
         ).result()
         if lease is None:
             return {"hold": hold}, ()

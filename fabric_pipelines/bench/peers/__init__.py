@@ -1,0 +1,1 @@
+"""Durable queues that the broker is measured against, each through the smallest client that is fair to it."""
