@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -25,6 +24,7 @@ from fabric_pipelines.errors import (
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
@@ -46,10 +46,13 @@ class OneSentence(TyperGroup):
                     "run the same command again to go on where it stopped"
                 )
             )
+        except typer.Abort:  # Ctrl-C or a closed stdin at a question, whose line has no end
+            sys.stderr.write("\n")
+            _leave(Interrupted("not answered, so nothing was changed"))
         except (FabricError, OSError) as fault:
             _leave(fault)
         except Exception as fault:
-            if isinstance(fault, typer.Exit | typer.Abort) or hasattr(fault, "format_message"):
+            if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
                 raise  # typer's own way to end
             _leave(
                 FabricError(
@@ -134,19 +137,6 @@ def _settings(ctx: typer.Context) -> Settings:
     return settings.load(ctx.obj)
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses, paths and numpy scalars as JSON knows them."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return value.item() if hasattr(value, "item") else str(value)
-
-
 GIVEN = "  (from {})"
 PREFIX = 16
 
@@ -159,10 +149,10 @@ def _emit(
     from fabric_pipelines import answers, screen
 
     if as_json:
-        sys.stdout.write(json.dumps(_plain(answer), allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plain(answer), allow_nan=False) + "\n")
         return
-    plain = answers.chosen(_plain(answer if shown is None else shown))
-    sys.stdout.write("\n".join(screen.page(plain, screen.width())) + "\n")
+    chosen = answers.chosen(plain(answer if shown is None else shown))
+    sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
 
 
 def _board() -> ProgressBoard:
@@ -217,7 +207,7 @@ def up(
     settings = _settings(ctx)
     engines = tuple(engine) if engine else supervise.DEFAULT_ENGINES
     report = supervise.up(settings, ui=ui, engines=engines, foreground=foreground)
-    _emit(_plain(report), as_json)
+    _emit(plain(report), as_json)
 
 
 @app.command()
@@ -226,12 +216,10 @@ def down(ctx: typer.Context) -> None:
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    stopped = supervise.down(settings)
-    sys.stderr.write(
-        f"stopped; everything is kept in {settings.home}\n"
-        if stopped
-        else f"nothing of {settings.home} was running\n"
-    )
+    if supervise.down(settings):
+        sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+    else:
+        sys.stderr.write(f"nothing of {settings.home} was running\n")
 
 
 @app.command()
@@ -241,7 +229,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
-    state = _plain(supervise.state(settings))
+    state = plain(supervise.state(settings))
     processes = {"processes": state["processes"], "ui_url": state["ui_url"]}
     try:
         broker = _broker_status(settings)
@@ -262,7 +250,7 @@ def _broker_status(settings: Settings) -> dict[str, Any]:
 
     with BrokerClient(settings.broker_endpoint, role="admin") as client:
         found = client.status()
-    answer: dict[str, Any] = {**_plain(found), "total": found.total.as_json()}
+    answer: dict[str, Any] = {**plain(found), "total": found.total.as_json()}
     return answer
 
 
@@ -298,7 +286,7 @@ def submit(
             state = work.wait(
                 on_progress=lambda seen: board.advance_to(function, seen.retired_tokens)
             )
-    _emit({"submission_id": work.id, **_plain(state)}, as_json)
+    _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
         raise typer.Exit(PARTIAL)
 
@@ -341,29 +329,16 @@ def reset(
     as_json: Json = False,
 ) -> None:
     """Empty the home after asking: journal, embedded database, lake, shards, logs."""
-    from fabric_pipelines import supervise
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
     resetting.require_idle(settings)
     found = resetting.contents(settings)
     sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
-    if found.folders and not yes and not _confirmed("Delete all of it?"):
+    if found.folders and not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
-    supervise.down(settings)  # what a killed supervisor left behind
-    with resetting.alone(settings):
-        found = resetting.contents(settings)
-        resetting.remove(found)
-    _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
-
-
-def _confirmed(question: str) -> bool:
-    """A closed stdin or Ctrl-C at the question is a no."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        sys.stderr.write("\n")
-        return False
+    gone = resetting.empty(settings)
+    _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
 
 
 @app.command()
@@ -492,7 +467,7 @@ def db_status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.settings import redact
 
     database = Database.of(_settings(ctx))
-    answer = {"url": redact(database.url), **_plain(database.identity)}
+    answer = {"url": redact(database.url), **plain(database.identity)}
     major, minor = divmod(answer["server_version"], 10_000)
     _emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
 
@@ -541,8 +516,20 @@ def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
 
     with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
         report = client.verify()
-    _emit(_plain(report), as_json)
+    _emit(plain(report), as_json)
     _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
+
+
+@broker_app.command("scrub")
+def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
+    """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+        report = client.scrub()
+    _emit(plain(report), as_json)
+    places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]
+    _require(report.ok, f"damaged: {'; '.join(places)}; restore these files from a copy")
 
 
 @receipt_app.command("show")
@@ -558,7 +545,7 @@ def receipt_show(
     found = find_receipt(Database.of(_settings(ctx)), receipt_id)
     if found is None:
         raise UsageError(f"there is no receipt {receipt_id}")
-    answer = _plain(found)
+    answer = plain(found)
     facts = {name: item for name, item in answer.items() if name != "statement"}
     _emit(answer, as_json, shown=facts | answer["statement"]["predicate"])
 
@@ -575,7 +562,7 @@ def receipt_verify(
 
     settings = _settings(ctx)
     verdict = receipts.verify(Database.of(settings), settings.shards_dir, receipt_id)
-    _emit(_plain(verdict), as_json)
+    _emit(plain(verdict), as_json)
     _require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
 
 
@@ -611,7 +598,7 @@ def receipt_rebuild(
     settings = _settings(ctx)
     done = receipts.rebuild(Database.of(settings), settings.shards_dir, receipt_id)
     verdict = str(done.verdict)
-    _emit({**_plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
+    _emit({**plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
     _require(verdict != "different", f"the rebuild of receipt {receipt_id} differs")
 
 

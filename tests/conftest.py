@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -10,6 +11,18 @@ import pytest
 from fabric_pipelines import settings
 
 pytest_plugins = ["tests.support_quickstart"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beta APIs of Dagster that we use on purpose. Not in pyproject.toml: a GPU machine runs `tests/gpu` without
+    Dagster, and there a filter that names its class is an error of its own."""
+    if importlib.util.find_spec("dagster_shared"):
+        for kind in ("BetaWarning", "PreviewWarning"):
+            config.addinivalue_line(
+                "filterwarnings", f"ignore::dagster_shared.utils.warnings.{kind}"
+            )
+
+
 KEEP = {"FABRIC_MODELS", "FABRIC_REQUIRE_GPU", "FABRIC_REQUIRE_PARITY", "FABRIC_PG_BIN"}
 
 

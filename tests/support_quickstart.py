@@ -11,15 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dagster as dg
 import pytest
 
-from fabric_pipelines import models, supervise
 from fabric_pipelines.errors import MissingDependency, SourceUnreachable
 from fabric_pipelines.settings import Settings, load
 from tests.support import skip_or_fail
+
+if TYPE_CHECKING:
+    import dagster as dg
 
 
 @dataclass
@@ -46,12 +47,17 @@ class Demo:
         return {**os.environ, **self.settings.as_environment()}
 
     def instance(self) -> dg.DagsterInstance:
+        import dagster as dg
+
         return dg.DagsterInstance.from_config(str(self.settings.dagster_home))
 
 
 @pytest.fixture(scope="session")
 def quickstarted() -> Iterator[Demo]:
     """Run once with nothing running, then again beside services that stay up for the tests."""
+    # Imported here: every session loads this module, also on a GPU machine without Dagster or Postgres.
+    from fabric_pipelines import models, supervise
+
     # short, and open to the server's own user: pytest's tmp_path is neither
     folder = Path(tempfile.mkdtemp(prefix="fabric-quick-"))
     folder.chmod(0o755)

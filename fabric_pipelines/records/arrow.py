@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import pyarrow as pa
 
 from fabric_pipelines.errors import SchemaError
@@ -61,4 +62,7 @@ def from_ipc(data: Any) -> pa.RecordBatch:
 
 def crc32c(data: Any) -> int:
     """CRC32C (Castagnoli, RFC 3720) of a bytes-like object."""
-    return int(google_crc32c.value(bytes(data) if not isinstance(data, bytes) else data))
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    view = np.frombuffer(data, np.uint8) if len(data) else b""  # the C function takes no memoryview
+    return int(google_crc32c.value(view))

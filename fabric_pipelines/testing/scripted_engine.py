@@ -25,6 +25,10 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 
 WEIGHTS_SHA256 = "0" * 64
+SAMPLING_KEYS = {
+    "kind", "temperature", "top_k", "top_p", "seed", "repetition_penalty", "ignore_eos",
+    "layers", "pooling", "normalise",
+}  # fmt: skip
 
 
 def expected_output(tokens: Sequence[int], max_new_tokens: int, vocab_size: int) -> list[int]:
@@ -147,26 +151,25 @@ class ScriptedEngine:
         return sum(task.lease is head for task in self._queue)
 
     def _complete(self, done: list[_Task], started_us: int) -> pa.RecordBatch:
-        outcomes = [self._outcome(task.row) for task in done]
+        outcomes = [self._outcome(task) for task in done]
         self.stats.tasks += len(done)
-        for task, (_, _, output, _) in zip(done, outcomes, strict=True):
+        for task, (_, _, output, _, _) in zip(done, outcomes, strict=True):
             self.stats.offered_tokens += len(task.row["tokens"])
             self.stats.computed_tokens += len(task.row["tokens"])
             self.stats.generated_tokens += len(output or ())
         count = len(done)
-        bad = [status != "ok" for status, _, _, _ in outcomes]
         return completion_batch(
             {
                 "task_id": [task.row["task_id"] for task in done],
                 "source_row": [task.row["source_row"] for task in done],
-                "status": [status for status, _, _, _ in outcomes],
-                "finish_reason": [reason for _, reason, _, _ in outcomes],
-                "output": [output for _, _, output, _ in outcomes],
-                "vector": [vector for _, _, _, vector in outcomes],
+                "status": [status for status, _, _, _, _ in outcomes],
+                "finish_reason": [reason for _, reason, _, _, _ in outcomes],
+                "output": [output for _, _, output, _, _ in outcomes],
+                "vector": [vector for _, _, _, vector, _ in outcomes],
                 "prompt_tokens": [len(task.row["tokens"]) for task in done],
                 "padded_tokens": [0] * count,
-                "error_code": ["scripted" if wrong else None for wrong in bad],
-                "error_text": ["as the script says" if wrong else None for wrong in bad],
+                "error_code": ["scripted" if text else None for _, _, _, _, text in outcomes],
+                "error_text": [text for _, _, _, _, text in outcomes],
                 "attempts": [task.row["attempts"] for task in done],
                 "engine": [self.name] * count,
                 "engine_fingerprint": [self.fingerprint] * count,
@@ -177,15 +180,22 @@ class ScriptedEngine:
         )
 
     def _outcome(
-        self, row: dict[str, Any]
-    ) -> tuple[str, str, list[int] | None, npt.NDArray[np.float16] | None]:
-        """(status, finish reason, output, vector) of one task."""
-        tokens, cap = row["tokens"], row["max_new_tokens"]
-        if row["source_row"] in self.script.refused_rows or len(tokens) > self.max_input_len:
-            return "refused", "oversized", None, None
+        self, task: _Task
+    ) -> tuple[str, str, list[int] | None, npt.NDArray[np.float16] | None, str | None]:
+        """(status, finish reason, output, vector, error text) of one task."""
+        row, tokens, cap = task.row, task.row["tokens"], task.row["max_new_tokens"]
+        if len(tokens) > self.max_input_len:
+            why = f"{len(tokens)} tokens are above max_input_len {self.max_input_len}"
+            return "refused", "oversized", None, None, why
+        if row["source_row"] in self.script.refused_rows:
+            return "refused", "oversized", None, None, "as the script says"
         if row["source_row"] in self.script.failed_rows:
-            return "failed", "error", None, None
+            return "failed", "error", None, None, "as the script says"
+        if max(tokens) >= self.vocab_size:
+            return "refused", "error", None, None, f"token {max(tokens)} is beyond the vocabulary"
+        if unknown := set(task.lease.sampling) - SAMPLING_KEYS:
+            return "refused", "error", None, None, f"{sorted(unknown)} are unknown fields"
         if self.kind != "generate":
-            return "ok", "single_pass", None, expected_vector(tokens, self.dim)
+            return "ok", "single_pass", None, expected_vector(tokens, self.dim), None
         output = expected_output(tokens, cap, self.vocab_size)
-        return "ok", "length" if len(output) == cap else "stop", output, None
+        return "ok", "length" if len(output) == cap else "stop", output, None, None

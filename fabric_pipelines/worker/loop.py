@@ -272,6 +272,7 @@ class WorkerLoop:
         """Send until empty or the broker goes away."""
         while self.outbox.tasks and self._attached:
             batch, spans = self.outbox.head()
+            sent_s = self._now()
             try:
                 reply = self._source.computed(batch)
             except TransientError as fault:
@@ -279,6 +280,8 @@ class WorkerLoop:
                 self._lost(fault, self._now())
                 return
             self.outbox.confirm(spans, self._now())
+            self.counts.send_s += self._now() - sent_s
+            self.counts.sends += 1
             self.counts.sent += reply.accepted
             self.counts.duplicates += reply.duplicates
             self.counts.late += reply.late
@@ -340,6 +343,7 @@ class WorkerLoop:
             room = self._room(rung)
             if room is None:
                 return
+            asked_s = self._now()
             try:
                 lease = self._source.lease(
                     sequences=room.sequences, tokens=room.tokens, kv_tokens=room.kv_tokens
@@ -350,6 +354,7 @@ class WorkerLoop:
             except TransientError as fault:
                 self._lost(fault, self._now())
                 return
+            self.counts.lease_s += self._now() - asked_s
             if lease is None:
                 if self._source.hold_reason:
                     self._hold, self._renew_s = (
@@ -389,19 +394,21 @@ class WorkerLoop:
         return Budget(profile.max_batch_size, profile.max_num_tokens, kv if kv else None)
 
     def _room_in_flight(self, profile: Profile, window: int) -> Budget | None:
-        """Per finished task: the room is what running and window hold together, less what is in hand. The
-        broker always gives one task, so asking for less than a usual one would overshoot each time."""
-        if profile.kv_cache_tokens:
-            room = profile.kv_cache_tokens + window - self.supply.kv_tokens
-            usual = self.supply.kv_tokens // max(len(self.supply), 1)
+        """The room is what engine and window hold together, less what is in hand. It is asked for once half the
+        window is used up: the engine is refilled per finished task from the window, while a lease, which costs the
+        broker an fsync, brings many. The broker always gives one task, so less than a usual one is never asked."""
+        kv = bool(profile.kv_cache_tokens)
+        held = self.supply.kv_tokens if kv else self.supply.tokens
+        usual = max(held // max(len(self.supply), 1), 1)
+        room = (profile.kv_cache_tokens or profile.max_num_tokens) + window - held
+        if window:
+            sequences = self._inside_max(profile) + window // usual - len(self.supply)
         else:
-            room = profile.max_num_tokens + window - self.supply.tokens
-            usual = self.supply.tokens // max(len(self.supply), 1)
-        starved = len(self.supply) < profile.max_batch_size
-        if room < max(usual, 1) or (window == 0 and not starved):
+            sequences = profile.max_batch_size - len(self.supply)
+        if room < max(usual, window // 2) or sequences < max(window // usual // 2, 1):
             return None
-        sequences = profile.max_batch_size if window else profile.max_batch_size - len(self.supply)
-        return Budget(sequences, room, room if profile.kv_cache_tokens else None)
+        sequences = min(sequences, profile.max_batch_size)
+        return Budget(sequences, room, room if kv else None)
 
     def _feed(self) -> None:
         while (lease := self.supply.next_lease()) is not None and self._may_feed(lease):
@@ -433,8 +440,12 @@ class WorkerLoop:
         most one batch behind the one that runs, so that a drain has little to take back."""
         profile = self._engine.profile
         if self._engine.capabilities.continuous:
-            return self.supply.inside < profile.max_batch_size + (profile.max_batch_size + 1) // 2
+            return self.supply.inside < self._inside_max(profile)
         return self.supply.inside_tokens < profile.max_num_tokens
+
+    @staticmethod
+    def _inside_max(profile: Profile) -> int:
+        return profile.max_batch_size + (profile.max_batch_size + 1) // 2
 
     # ---- engine
 

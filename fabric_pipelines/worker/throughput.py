@@ -15,13 +15,15 @@ from fabric_pipelines.worker.engines.door import EngineStats
 @dataclass(slots=True)
 class Throughput:
     """ok, refused, failed: outcomes of the engine. sent: results the broker took; duplicates, late, unknown: as
-    it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end."""
+    it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end. lease_s,
+    send_s: seconds the loop waited for the broker's answer; an engine with a thread of its own ran on meanwhile."""
 
     leases: int = 0
     lane_switches: int = 0
     ok: int = 0
     refused: int = 0
     failed: int = 0
+    sends: int = 0
     sent: int = 0
     duplicates: int = 0
     late: int = 0
@@ -31,6 +33,8 @@ class Throughput:
     resends: int = 0
     reattached: int = 0
     undelivered: int = 0
+    lease_s: float = 0.0
+    send_s: float = 0.0
     idle_gaps: int = 0
     idle_s: float = 0.0
     seconds: float = 0.0

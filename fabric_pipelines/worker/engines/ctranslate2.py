@@ -21,12 +21,12 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.cuts import by_length, shared_prefix
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.sampling import is_greedy, sampling_objection
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed
 
 KV_CACHE_TOKENS = 8192  # 46 KB a token in fp32 for SmolLM2-135M: 377 MB at most
 SHARED_PREFIX_MIN = 8  # below that the extra pass costs what it saves
-SAMPLING_KEYS = frozenset({"kind", "temperature", "top_k", "top_p", "seed", "repetition_penalty"})
 
 
 class Ctranslate2Engine(SteppingEngine):
@@ -136,20 +136,6 @@ class Ctranslate2Engine(SteppingEngine):
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
 
 
-def sampling_objection(sampling: Mapping[str, Any]) -> str | None:
-    """Why this sampling cannot be served, or None."""
-    if sampling.get("kind") != "generate":
-        return f"kind {sampling.get('kind')!r} is not served here, only 'generate'"
-    unknown = sorted(set(sampling) - SAMPLING_KEYS)
-    if unknown:
-        return f"sampling fields {', '.join(unknown)} are unknown to this engine"
-    for name, least in (("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("seed", 0)):
-        value = sampling.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            return f"sampling field {name} is {value!r}; it must be a number >= {least}"
-    return None
-
-
 def step_seed(tasks: Sequence[Task]) -> int:
     """32 bits from the sampling's seed and the step's prompts and rows: the same step draws the same tokens
     whatever ran before it, and another step with the same prompts draws others."""
@@ -158,10 +144,6 @@ def step_seed(tasks: Sequence[Task]) -> int:
         mark.update(task.source_row.to_bytes(8, "little", signed=True))
         mark.update(task.tokens.tobytes())
     return int.from_bytes(mark.digest()[:4], "little")
-
-
-def is_greedy(sampling: Mapping[str, Any]) -> bool:
-    return sampling.get("temperature", 0.0) == 0 or sampling.get("top_k") == 1
 
 
 def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:

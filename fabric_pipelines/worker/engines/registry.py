@@ -1,7 +1,8 @@
 """Registry: every engine by name, opened lazily.
 
 A name is model@runtime-precision. Knowing an engine costs nothing; its runtime is imported only when it is
-opened, and a missing one is one sentence with the install command.
+opened, and a missing one is one sentence with the install command. The shipped engines are in ENGINES; an engine
+`<anything>@vllm...` is whatever checkpoint was described under that name in the model cache.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from fabric_pipelines import models
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.ids import digest
+from fabric_pipelines.worker.engines.checkpoint import checkpoint_folder
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
 
@@ -53,6 +55,12 @@ def _embed(name: str, folder: EngineFolder, threads: int) -> Engine:
     from fabric_pipelines.worker.engines.onnxruntime import EmbedEngine
 
     return EmbedEngine(name, folder, threads)
+
+
+def _vllm(name: str, folder: EngineFolder) -> Engine:
+    from fabric_pipelines.worker.engines.vllm import VllmEngine
+
+    return VllmEngine(name, folder)
 
 
 GENERATE = EngineSpec(
@@ -114,6 +122,8 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
 
 def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
     """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
+    if name.partition("@")[2].startswith("vllm"):
+        return _vllm(name, read_folder(checkpoint_folder(name, cache)))
     spec = engine_spec(name)
     folder = read_folder(models.part_folder(spec.model, spec.part, cache))
     return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))

@@ -22,7 +22,15 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
-from fabric_pipelines.worker.engines.tasks import Outbox, Outcome, Task, failed, refused, tasks_of
+from fabric_pipelines.worker.engines.tasks import (
+    Outbox,
+    Outcome,
+    Task,
+    failed,
+    oversized,
+    refused,
+    tasks_of,
+)
 
 FAILED_STEPS_MAX = 3
 
@@ -104,18 +112,11 @@ class SteppingEngine(ABC):
                 self._outbox.outcomes.append(refusal)
 
     def _refusal(self, task: Task) -> Outcome | None:
-        limits = self.manifest
-        total = task.length + task.max_new_tokens
-        if task.length > limits.max_input_len:
-            why = (
-                f"its prompt of {task.length} tokens is above max_input_len {limits.max_input_len}"
-            )
-        elif total > limits.max_seq_len:
-            why = f"its {total} tokens with output are above max_seq_len {limits.max_seq_len}"
-        else:
-            objection = self._objection(task)
-            return None if objection is None else refused(task, "error", "UsageError", objection)
-        return refused(task, "oversized", "Oversized", f"{self.name} refuses the task: {why}")
+        too_long = oversized(task, self.manifest, self.name)
+        if too_long is not None:
+            return too_long
+        objection = self._objection(task)
+        return None if objection is None else refused(task, "error", "UsageError", objection)
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         assert self._thread is not None, f"{self.name} is not open"

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from fabric_pipelines.records.completion import clip_error_text, completion_batch
 from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.shape import sampling_digest
 
 FP16_MAX = float(np.finfo(np.float16).max)
@@ -82,6 +83,18 @@ def refused(task: Task, finish_reason: str, code: str, text: str) -> Outcome:
 
 def failed(task: Task, code: str, text: str) -> Outcome:
     return Outcome(task, "failed", "error", error_code=code, error_text=text)
+
+
+def oversized(task: Task, limits: EngineManifest, engine: str) -> Outcome | None:
+    """The refusal of a task that is longer than the engine takes, or None."""
+    total = task.length + task.max_new_tokens
+    if task.length > limits.max_input_len:
+        why = f"its prompt of {task.length} tokens is above max_input_len {limits.max_input_len}"
+    elif total > limits.max_seq_len:
+        why = f"its {total} tokens with output are above max_seq_len {limits.max_seq_len}"
+    else:
+        return None
+    return refused(task, "oversized", "Oversized", f"{engine} refuses the task: {why}")
 
 
 def with_vector(task: Task, vector: npt.NDArray[np.float32], padded_tokens: int) -> Outcome:

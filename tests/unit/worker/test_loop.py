@@ -114,6 +114,29 @@ def test_a_continuous_engine_is_refilled_per_finished_task() -> None:
     assert loop.supply.kv_tokens <= 96 + 24
 
 
+def test_one_lease_brings_many_tasks_and_the_engine_stays_full_meanwhile() -> None:
+    broker = ScriptedBroker(tasks(600))
+    engine = ScriptedEngine(
+        continuous=True, profile=Profile(8, 256, kv_cache_tokens=1 << 20, window_tokens=384)
+    )
+    loop, _ = worker(engine, broker)
+    turn_until(loop, lambda: loop.counts.ok >= 50)
+    leases, done, inside, held = loop.counts.leases, loop.counts.ok, [], []
+    turn_until(
+        loop,
+        lambda: (
+            inside.append(loop.supply.inside),
+            held.append(len(loop.supply)),
+            loop.counts.ok >= 450,
+        )[2],
+    )
+    assert min(inside) >= 8, "a finished task is replaced at once, from the window"
+    assert max(held) <= 12 + 384 // 12, "a big cache is no reason to hoard what others could run"
+    assert loop.counts.leases - leases <= (loop.counts.ok - done) / 7
+    loop.run()
+    broker.require_exactly_once()
+
+
 def test_failures_and_refusals_are_reported_per_task_and_stop_nothing() -> None:
     broker = ScriptedBroker(tasks(20))
     engine = ScriptedEngine(

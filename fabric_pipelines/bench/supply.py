@@ -1,0 +1,381 @@
+"""What the fabric costs an engine: the same tasks through loop, socket and journal, and straight from memory.
+
+`python -m fabric_pipelines.bench.supply --tasks 5000 --rounds 2`: one vLLM engine in one process, random weights in
+the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, direct, fabric ...), its prefix cache emptied
+before each. *direct* is vLLM's own blocking `generate`, everything in memory, in order of arrival. *fabric* is a
+broker process of its own (Unix socket, journal on disk) and the worker loop; it ends when the last completion is
+journaled. Landing in Postgres is not part of it. Prints one JSON object a side, then the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.errors import StartFailed
+from fabric_pipelines.ids import digest
+from fabric_pipelines.models.recipes import Limits
+from fabric_pipelines.records.submission import Submission, fingerprint_of
+from fabric_pipelines.records.task import task_batch
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.worker.engines.checkpoint import (
+    CHECKPOINTS,
+    QWEN_7B_SHAPE,
+    describe,
+)
+from fabric_pipelines.worker.engines.opening import read_folder
+from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
+from fabric_pipelines.worker.loop import Pace, WorkerLoop
+
+PROMPT_TOKENS, OUTPUT_TOKENS = (180, 540), (115, 345)  # uniform, upper end left out
+VOCABULARY = (10, 150_000)
+SAMPLING = {"kind": "generate", "temperature": 0.0, "ignore_eos": True}
+SUBMIT_ROWS = 1000
+TAIL = 0.05
+SAMPLE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Prompts and, for each, how many tokens are generated."""
+
+    prompts: Sequence[npt.NDArray[np.int64]]
+    new: npt.NDArray[np.int64]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    def first(self, count: int, new: int) -> Mix:
+        return Mix(self.prompts[:count], np.full(min(count, len(self.prompts)), new))
+
+
+def draw_mix(tasks: int, seed: int = 0) -> Mix:
+    draw = np.random.default_rng(seed)
+    lengths, new = draw.integers(*PROMPT_TOKENS, tasks), draw.integers(*OUTPUT_TOKENS, tasks)
+    return Mix([draw.integers(*VOCABULARY, length) for length in lengths], new)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way of feeding, once. offered = reused + computed. tail: the last 5 % of the seconds. card_idle: share of
+    time without a kernel, as NVML sees it (None without NVML); batch_empty: share of the batch's places not taken."""
+
+    way: str
+    tasks: int
+    seconds: float
+    offered_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    card_idle: float | None
+    card_idle_tail: float | None
+    batch_empty: float
+    batch_empty_tail: float
+    joules: float | None
+    loop: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_rate(self) -> float:
+        return (self.offered_tokens + self.generated_tokens) / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "total_tok_s": round(self.total_rate),
+            "generated_tok_s": round(self.generated_tokens / self.seconds),
+        }
+
+
+class Watch:
+    """Samples the card and the engine's fill while a side runs."""
+
+    def __init__(self, unfinished: Callable[[], int], batch: int) -> None:
+        self._unfinished, self._batch = unfinished, batch
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._card = _open_card()
+        self._samples: list[tuple[float, float, float]] = []
+        self._joules = 0.0
+
+    def __enter__(self) -> Watch:
+        self._joules = self._energy()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._joules = self._energy() - self._joules
+
+    def _energy(self) -> float:
+        return 0.0 if self._card is None else self._card.joules()
+
+    def _sample(self) -> None:
+        while not self._end.wait(SAMPLE_S):
+            empty = 1 - min(self._unfinished(), self._batch) / self._batch
+            idle = 0.0 if self._card is None else self._card.idle()
+            self._samples.append((time.perf_counter(), empty, idle))
+
+    def shares(self, started: float, ended: float) -> dict[str, Any]:
+        """Means over the whole, and over the last 5 %."""
+        told = np.array([s for s in self._samples if started <= s[0] <= ended] or [(ended, 0, 0)])
+        tail = told[told[:, 0] >= ended - TAIL * (ended - started)]
+        whole, last = told.mean(0), (tail if len(tail) else told[-1:]).mean(0)
+        seen = self._card is not None
+        return {
+            "card_idle": round(float(whole[2]), 4) if seen else None,
+            "card_idle_tail": round(float(last[2]), 4) if seen else None,
+            "batch_empty": round(float(whole[1]), 4),
+            "batch_empty_tail": round(float(last[1]), 4),
+            "joules": round(self._joules) if seen else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    nvml: Any
+    handle: Any
+
+    def idle(self) -> float:
+        return 1 - float(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu) / 100
+
+    def joules(self) -> float:
+        return float(self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
+
+
+def _open_card() -> _Card | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return _Card(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError:
+        return None
+
+
+def run_direct(engine: VllmEngine, mix: Mix) -> Side:
+    """vLLM's own blocking call on the whole list."""
+    llm = engine.llm
+    import vllm
+
+    prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in mix.prompts]
+    params = [
+        vllm.SamplingParams(max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0)
+        for new in mix.new
+    ]
+    watch = Watch(llm.llm_engine.get_num_unfinished_requests, engine.profile.max_batch_size)
+    with watch:
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        ended = time.perf_counter()
+    reused = sum(output.num_cached_tokens or 0 for output in outputs)
+    return Side(
+        "direct",
+        len(outputs),
+        ended - started,
+        mix.prompt_tokens,
+        reused,
+        mix.prompt_tokens - reused,
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        **watch.shares(started, ended),
+    )
+
+
+def run_fabric(engine: VllmEngine, mix: Mix, home: Path) -> Side:
+    """A broker process, a submission, and the loop until everything is journaled."""
+    before = (
+        engine.stats.reused_tokens,
+        engine.stats.computed_tokens,
+        engine.stats.generated_tokens,
+        engine.stats.busy_s,
+    )
+    with _broker(home) as endpoint, BrokerClient(endpoint, role="producer") as producer:
+        submit_started = time.perf_counter()
+        _submit(producer, engine.name, mix)
+        submit_s = time.perf_counter() - submit_started
+        with BrokerClient(endpoint, role="consumer") as client:
+            loop = WorkerLoop(
+                engine, client, device="cuda:0", wait=time.sleep, pace=Pace(until_idle=True)
+            )
+            watch = Watch(lambda: engine.inside, engine.profile.max_batch_size)
+            with watch:
+                started = time.perf_counter()
+                counts = loop.run()
+                ended = time.perf_counter()
+        total = producer.status().total.as_json()
+    assert counts.ok == counts.sent == total["computed"] == len(mix.prompts), counts
+    reused, computed, generated, busy_s = (
+        now - then
+        for now, then in zip(
+            (
+                engine.stats.reused_tokens,
+                engine.stats.computed_tokens,
+                engine.stats.generated_tokens,
+                engine.stats.busy_s,
+            ),
+            before,
+            strict=True,
+        )
+    )
+    seconds = ended - started
+    told = {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in asdict(counts).items()
+        if name in ("leases", "sends", "lease_s", "send_s", "lane_switches", "idle_gaps", "idle_s")
+    }
+    return Side(
+        "fabric",
+        counts.ok,
+        seconds,
+        mix.prompt_tokens,
+        int(reused),
+        int(computed),
+        int(generated),
+        loop={**told, "busy_share": round(busy_s / seconds, 4), "submit_s": round(submit_s, 3)},
+        **watch.shares(started, ended),
+    )
+
+
+def _submit(client: BrokerClient, engine: str, mix: Mix) -> None:
+    rows = range(0, len(mix.prompts), SUBMIT_ROWS)
+    batches = [
+        task_batch(
+            [prompt.tolist() for prompt in mix.prompts[row : row + SUBMIT_ROWS]],
+            max_new_tokens=[int(new) for new in mix.new[row : row + SUBMIT_ROWS]],
+            source_rows=list(range(row, min(row + SUBMIT_ROWS, len(mix.prompts)))),
+        )
+        for row in rows
+    ]
+    tasks, tokens, fingerprint = fingerprint_of(batches)
+    header = Submission(
+        submission_id=digest({"bench": "supply", "fingerprint": fingerprint}),
+        function="generate",
+        engine=engine,
+        sampling=SAMPLING,
+        vocab_size=QWEN_7B_SHAPE["vocab_size"],
+        tasks=tasks,
+        tokens=tokens,
+        fingerprint=fingerprint,
+    )
+    client.submit(header, batches)
+
+
+@contextmanager
+def _broker(home: Path) -> Iterator[str]:
+    """A broker process of its own home; its endpoint."""
+    settings = Settings(home=home)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fabric_pipelines.broker"],
+        env={**os.environ, "FABRIC_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "ready" not in line:
+            raise StartFailed(f"the broker of the benchmark did not start: {line.strip()!r}")
+        yield settings.broker_endpoint
+    finally:
+        process.terminate()
+        process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def open_shape(
+    cache: Path, quantisation: str, limits: Limits, options: VllmOptions
+) -> tuple[VllmEngine, float]:
+    """An open engine with random weights in the shape of Qwen2.5-7B, and the seconds it took."""
+    from importlib.metadata import version
+
+    name = f"qwen2.5-7b-shape-random-weights@vllm-{quantisation}"
+    folder = cache / CHECKPOINTS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(QWEN_7B_SHAPE)))
+    describe(
+        folder,
+        limits,
+        version=f"vllm {version('vllm')}",
+        weight_quantisation=quantisation,
+        kv_quantisation=quantisation,
+    )
+    engine = VllmEngine(name, read_folder(folder), options)
+    started = time.perf_counter()
+    engine.open()
+    return engine, time.perf_counter() - started
+
+
+def measure(
+    engine: VllmEngine, mix: Mix, rounds: int, home: Path, say: Callable[[Side], None]
+) -> list[Side]:
+    """direct, fabric, direct, fabric ... on one engine; a warm-up of both ways comes first and is not told."""
+    warm = mix.first(engine.profile.max_batch_size, 16)
+    run_direct(engine, warm)
+    engine.llm.reset_prefix_cache()
+    run_fabric(engine, warm, home / "warm")
+    sides: list[Side] = []
+    for number in range(rounds):
+        for way in ("direct", "fabric"):
+            assert engine.llm.reset_prefix_cache(), "vLLM would not empty its prefix cache"
+            if way == "direct":
+                sides.append(run_direct(engine, mix))
+            else:
+                sides.append(run_fabric(engine, mix, home / str(number)))
+            say(sides[-1])
+    return sides
+
+
+def ratios(sides: Sequence[Side]) -> list[float]:
+    """Each fabric side over the direct side before it."""
+    return [b.total_rate / a.total_rate for a, b in zip(sides[::2], sides[1::2], strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The fabric's cost to a vLLM engine.")
+    parser.add_argument("--tasks", type=int, default=5000)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quantisation", choices=("fp8", "none"), default="fp8")
+    parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--step-tokens", type=int, default=16_384)
+    parser.add_argument("--home", type=Path, help="folder for journals; default: a temporary one")
+    given = parser.parse_args(argv)
+    limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
+    with tempfile.TemporaryDirectory(prefix="fabric-") as folder:
+        home: Path = (given.home or Path(folder)).resolve()
+        engine, load_s = open_shape(home, given.quantisation, limits, VllmOptions())
+        _say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
+        sides = measure(
+            engine, draw_mix(given.tasks), given.rounds, home, lambda side: _say(side.as_json())
+        )
+        found = ratios(sides)
+        _say({"fabric_over_direct": [round(r, 4) for r in found], "mean": round(np.mean(found), 4)})
+        engine.close()
+    return 0
+
+
+def _say(told: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(told, default=float) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""Generation on CUDA through vLLM's offline engine, driven step by step.
+
+Token ids go in and come out, no tokeniser is loaded. vLLM refills per finished request by itself; here each task
+becomes a request under its own id, and its end is what vLLM reports: finish reason, tokens, and how many prompt
+tokens its prefix cache already held. The manifest is compared with the installed package and the checkpoint's
+config before a GPU is touched, and with vLLM's own configuration before the first lease.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDependency
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
+from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.sampling import (
+    SAMPLING_KEYS,
+    is_greedy,
+    sampling_objection,
+)
+from fabric_pipelines.worker.engines.tasks import (
+    Outbox,
+    Outcome,
+    Task,
+    failed,
+    oversized,
+    refused,
+    tasks_of,
+)
+from fabric_pipelines.worker.engines.vllm_driver import Answer, Driver, Request
+
+KEYS = SAMPLING_KEYS | {"ignore_eos"}
+WINDOW_STEPS = 8  # supply beside the engine, in full steps of tokens
+# vLLM's words for what a manifest says in its own.
+WEIGHTS: Mapping[str | None, str] = MappingProxyType(
+    {
+        None: "none",
+        "fp8": "fp8",
+        "fp8_per_tensor": "fp8",
+        "awq": "int4_awq",
+        "auto_awq": "int4_awq",
+        "awq_marlin": "int4_awq",
+        "gptq": "int4_gptq",
+        "auto_gptq": "int4_gptq",
+        "gptq_marlin": "int4_gptq",
+        "modelopt_fp4": "nvfp4",
+        "modelopt_mixed": "mixed_precision",
+    }
+)
+CACHE: Mapping[str, str] = MappingProxyType(
+    {
+        "auto": "none",
+        "float16": "none",
+        "bfloat16": "none",
+        "fp8": "fp8",
+        "fp8_e4m3": "fp8",
+        "fp8_e5m2": "fp8",
+        "nvfp4": "nvfp4",
+    }
+)
+ENVIRONMENT = (
+    ("VLLM_NO_USAGE_STATS", "1"),
+    ("VLLM_LOGGING_STREAM", "ext://sys.stderr"),  # stdout is the worker's report
+    ("VLLM_LOGGING_LEVEL", "WARNING"),
+    ("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # it compiles at first use, and gains nothing when greedy
+    ("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),  # its scheduler must not share our interpreter lock
+    ("HF_HUB_OFFLINE", "1"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What changes speed and memory, never meaning. kv_blocks: cap of the KV cache, None = what fits;
+    eager: no compilation and no graphs (fast to open, slow to run)."""
+
+    gpu_memory_share: float = 0.9
+    kv_blocks: int | None = None
+    prefix_caching: bool = True
+    eager: bool = False
+
+
+class VllmEngine:
+    """See the module. `llm` is vLLM's own object once open, for parity checks and baselines."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: EngineFolder,
+        options: VllmOptions | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = name
+        self.manifest = folder.manifest
+        self.fingerprint = folder.fingerprint
+        self.capabilities = Capabilities(
+            frozenset({"generate"}), continuous=True, packed=True, device="cuda"
+        )
+        self.profile = self._profile(kv_cache_tokens=folder.manifest.max_seq_len)
+        self.stats = EngineStats()
+        self.llm: Any = None
+        self._folder, self._options, self._clock = folder, options or VllmOptions(), clock
+        self._eos_ids: list[int] = list(folder.facts["eos_ids"])
+        self._outbox = Outbox(name, self.fingerprint)
+        self._driver: Driver | None = None
+        self._runtime: Any = None
+
+    def _profile(self, *, kv_cache_tokens: int) -> Profile:
+        limits = self.manifest
+        return Profile(
+            max_batch_size=limits.max_batch_size,
+            max_num_tokens=limits.max_num_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            window_tokens=WINDOW_STEPS * limits.max_num_tokens,
+        )
+
+    # ---- life
+
+    def open(self) -> None:
+        if self._driver is not None:
+            return
+        self._require_files()
+        self._runtime = _import()
+        try:
+            self.llm = self._runtime.LLM(**self._arguments())
+        except (RuntimeError, ValueError, OSError) as fault:
+            raise EngineFailed(f"{self.name} cannot be loaded by vLLM: {fault}") from fault
+        try:
+            found = self.llm.llm_engine.vllm_config
+            self._require_agreement(found)
+        except ManifestRefused:
+            self._shut()
+            raise
+        blocks, size = found.cache_config.num_gpu_blocks, found.cache_config.block_size
+        self.profile = self._profile(kv_cache_tokens=blocks * size)
+        self.stats.extra["kv_cache_tokens"] = float(blocks * size)
+        core = self.llm.llm_engine.engine_core
+        self._driver = Driver(
+            self.llm.llm_engine,
+            self.name,
+            prompt_of=self._runtime.inputs.tokens_input,
+            is_dead=lambda: bool(core.resources.engine_dead),
+            clock=self._clock,
+        )
+
+    def _require_files(self) -> None:
+        """All that can be compared without a GPU, vLLM itself included: only its metadata is read."""
+        try:
+            installed = version("vllm")
+        except PackageNotFoundError:
+            raise _missing() from None
+        require(self.manifest, "version", f"vllm {installed}", "the installed package")
+        config = read_config(self._folder.path)
+        require(self.manifest, "architecture", config["architectures"][0], "config.json")
+
+    def _arguments(self) -> dict[str, Any]:
+        limits, options = self.manifest, self._options
+        quantised_already = "quantization_config" in read_config(self._folder.path)
+        return {
+            "model": str(self._folder.path),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy" if self._folder.facts["weights"] == RANDOM else "safetensors",
+            # A checkpoint that is quantised says so itself; fp8 is made from bf16 weights at load.
+            "quantization": None
+            if quantised_already or limits.weight_quantisation == "none"
+            else limits.weight_quantisation,
+            "kv_cache_dtype": "auto"
+            if limits.kv_quantisation == "none"
+            else limits.kv_quantisation,
+            "tensor_parallel_size": limits.world_size,
+            "max_num_seqs": limits.max_batch_size,
+            "max_num_batched_tokens": limits.max_num_tokens,
+            "max_model_len": limits.max_seq_len,
+            "gpu_memory_utilization": options.gpu_memory_share,
+            "num_gpu_blocks_override": options.kv_blocks,
+            "enable_prefix_caching": options.prefix_caching,
+            "enforce_eager": options.eager,
+            "disable_log_stats": True,
+            "generation_config": "vllm",  # sampling comes from the task alone
+        }
+
+    def _require_agreement(self, found: Any) -> None:
+        """Refuse every field in which vLLM's own configuration is not what the manifest says."""
+        limits = self.manifest
+        weights = found.model_config.quantization
+        cache = found.cache_config.cache_dtype
+        says: dict[str, Any] = {
+            "version": f"vllm {self._runtime.__version__}",
+            "architecture": found.model_config.architectures[0],
+            "weight_quantisation": WEIGHTS.get(weights, weights),
+            "kv_quantisation": CACHE.get(cache, cache),
+            "world_size": found.parallel_config.world_size,
+            "max_batch_size": found.scheduler_config.max_num_seqs,
+            "max_num_tokens": found.scheduler_config.max_num_batched_tokens,
+            "max_seq_len": found.model_config.max_model_len,
+        }
+        faults = {
+            name: f"is {getattr(limits, name)!r}, but vLLM says {told!r}"
+            for name, told in says.items()
+            if getattr(limits, name) != told
+        }
+        if limits.max_input_len >= found.model_config.max_model_len:
+            faults["max_input_len"] = (
+                f"is {limits.max_input_len}, but vLLM generates nothing beyond "
+                f"{found.model_config.max_model_len} tokens"
+            )
+        if faults:
+            raise ManifestRefused(
+                "engine manifest refused: " + "; ".join(f"{k} {v}" for k, v in faults.items()),
+                tuple(faults),
+            )
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+            self._shut()
+
+    def _shut(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+
+    # ---- work
+
+    def submit(self, lease: Lease) -> None:
+        driver = self._opened()
+        requests: list[Request] = []
+        for task in tasks_of(lease):
+            self.stats.offered_tokens += task.length
+            refusal = oversized(task, self.manifest, self.name)
+            if refusal is None:
+                try:
+                    requests.append(Request(task, self._params(task)))
+                    continue
+                except ValueError as fault:
+                    refusal = refused(task, "error", "UsageError", str(fault))
+            refusal.started_us = refusal.ended_us = self._clock.wall_us()
+            self._outbox.outcomes.append(refusal)
+        driver.add(requests)
+
+    def _params(self, task: Task) -> Any:
+        """vLLM's parameters of one task; ValueError when this engine or vLLM does not serve them."""
+        sampling = task.sampling
+        objection = sampling_objection(sampling, KEYS)
+        if task.max_new_tokens < 1:
+            objection = "max_new_tokens is 0; a generation needs at least 1"
+        elif int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
+            objection = f"token id {int(task.tokens.max())} is beyond the vocabulary"
+        elif not isinstance(sampling.get("ignore_eos", False), bool):
+            objection = "sampling field ignore_eos must be true or false"
+        if objection is not None:
+            raise ValueError(objection)
+        greedy = is_greedy(sampling)
+        return self._runtime.SamplingParams(
+            max_tokens=task.max_new_tokens,
+            temperature=0.0 if greedy else sampling["temperature"],
+            top_k=0 if greedy else sampling.get("top_k", 0),
+            top_p=1.0 if greedy else sampling.get("top_p", 1.0),
+            repetition_penalty=sampling.get("repetition_penalty", 1.0),
+            seed=None if greedy else _seed(task),
+            # Without a tokeniser vLLM knows no end token, so the checkpoint's own are named here.
+            ignore_eos=True,
+            stop_token_ids=[] if sampling.get("ignore_eos", False) else self._eos_ids,
+            detokenize=False,
+            output_kind=self._runtime.sampling_params.RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # this object serves one request only
+        )
+
+    def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
+        driver = self._opened()
+        ready = bool(self._outbox.outcomes)
+        try:
+            answers = driver.take(0.0 if ready else timeout_s)
+        except EngineFailed:
+            if not ready:
+                raise
+            answers = []
+        self._outbox.outcomes.extend(self._outcome(answer) for answer in answers)
+        self.stats.busy_s = driver.busy_s
+        self.stats.extra["steps"] = float(driver.steps)
+        return self._outbox.take()
+
+    def _outcome(self, answer: Answer) -> Outcome:
+        outcome = self._judge(answer)
+        outcome.started_us, outcome.ended_us = answer.request.added_us, answer.ended_us
+        self.stats.tasks += 1
+        return outcome
+
+    def _judge(self, answer: Answer) -> Outcome:
+        task = answer.request.task
+        if answer.output is None:
+            return refused(task, "error", "UsageError", answer.refusal)
+        (completion,) = answer.output.outputs
+        ids, reason = list(completion.token_ids), completion.finish_reason
+        reused = answer.output.num_cached_tokens or 0
+        self.stats.reused_tokens += reused
+        self.stats.computed_tokens += task.length - reused
+        self.stats.generated_tokens += len(ids)
+        if reason == "stop" and ids and ids[-1] in self._eos_ids:
+            ids.pop()
+        elif reason != "length":
+            return failed(task, "EngineFailed", f"vLLM ended the request with {reason!r}")
+        return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
+
+    def unfinished(self) -> list[int]:
+        ended = [outcome.task.task_id for outcome in self._outbox.outcomes]
+        return [*ended, *(task.task_id for task in self._opened().tasks())]
+
+    def withdraw_unstarted(self) -> list[int]:
+        return [task.task_id for task in self._opened().withdraw()]
+
+    @property
+    def inside(self) -> int:
+        """Requests that vLLM holds now, running or waiting."""
+        return self._opened().inside
+
+    def _opened(self) -> Driver:
+        assert self._driver is not None, f"{self.name} is not open"
+        return self._driver
+
+
+def _seed(task: Task) -> int:
+    """Its own for each source row, so that equal prompts in other rows draw other tokens."""
+    return (int(task.sampling.get("seed", 0)) * 0x9E3779B1 + task.source_row) % (1 << 31)
+
+
+def _missing() -> MissingDependency:
+    return MissingDependency("vllm", "vllm", "generation on CUDA")
+
+
+def _import() -> Any:
+    for name, value in ENVIRONMENT:
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+        import vllm.inputs
+        import vllm.sampling_params
+    except ImportError:
+        raise _missing() from None
+    return vllm
