@@ -341,6 +341,18 @@ def reset(
     _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
 
 
+@bench_app.command("supply")
+def bench_supply(as_json: Json = False) -> None:
+    """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
+    from fabric_pipelines.bench import supply_quality
+
+    found = supply_quality.measure()
+    if as_json:
+        _emit(found, as_json)
+    else:
+        sys.stdout.write(supply_quality.table(found) + "\n")
+
+
 @app.command()
 def doctor(ctx: typer.Context, as_json: Json = False) -> None:
     """What this machine lacks before the fabric can run on it, each with its remedy."""
