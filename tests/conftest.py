@@ -10,6 +10,8 @@ import pytest
 
 from fabric_pipelines import settings
 
+pytest_plugins = ["tests.support_quickstart"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Beta APIs of Dagster that we use on purpose. Not in pyproject.toml: a GPU machine runs `tests/gpu` without
@@ -34,3 +36,8 @@ def _no_settings_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 def home_settings(tmp_path: Path) -> settings.Settings:
     """Settings whose home is the test's own folder."""
     return settings.load({"home": tmp_path / "home"}, {}, tmp_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the one real quickstart run last: its services stay up until the session ends."""
+    items.sort(key=lambda item: "quickstarted" in getattr(item, "fixturenames", ()))
