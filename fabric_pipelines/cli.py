@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from fabric_pipelines.bench.commands import app as bench_app
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     CheckFailed,
@@ -98,7 +99,7 @@ broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
-bench_app = _group("bench", "Figures of this machine, beside those of peers.")
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -130,24 +131,11 @@ def _assignment(text: str) -> tuple[str, str]:
 def _settings(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings
 
-    known = {row["name"] for row in settings.Settings().described()}
-    unknown = sorted(set(ctx.obj) - known)
-    if unknown:
-        raise UsageError(f"there are no settings {unknown}; known are {sorted(known)}")
     return settings.load(ctx.obj)
 
 
-# What a person is shown of a list of rows; --json has all of it.
-SHOWN = {
-    "processes": ("name", "state", "pid", "restarts", "last_exit"),
-    "consumers": ("engine", "device", "leased", "session"),
-    "receipts": ("shard", "generation", "receipt_id"),
-    "files": ("role", "rows", "bytes", "sha256"),
-    "kernels": ("family", "arch", "registers", "spills", "digest"),
-}
 GIVEN = "  (from {})"
 PREFIX = 16
-TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
 
 
 def _emit(
@@ -155,49 +143,13 @@ def _emit(
 ) -> None:
     """The whole answer as JSON, or for a person: facts by name, a table for each list of rows. `shown` is
     what a person sees in place of the answer."""
-    from fabric_pipelines import screen
+    from fabric_pipelines import answers, screen
 
     if as_json:
         sys.stdout.write(json.dumps(plain(answer), allow_nan=False) + "\n")
         return
-    chosen = _chosen(plain(answer if shown is None else shown))
+    chosen = answers.chosen(plain(answer if shown is None else shown))
     sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
-
-
-def _chosen(answer: dict[str, Any]) -> dict[str, Any]:
-    """The columns of SHOWN, wherever such a list of rows stands."""
-    found: dict[str, Any] = {}
-    for name, item in answer.items():
-        if isinstance(item, dict):
-            found[name] = _chosen(item)
-        elif name in SHOWN and isinstance(item, list):
-            found[name] = [{key: row.get(key) for key in SHOWN[name]} for row in item]
-        else:
-            found[name] = item
-    return found
-
-
-def _work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
-    """The broker's account for a person: tasks by engine, since lanes are by the hundred, and their sum."""
-    # in doubt is a state of recovery: shown while there is any
-    states = [name for name in TASK_STATES if name != "in_doubt" or broker[name]]
-    by_engine: dict[str, dict[str, Any]] = {}
-    for lane in broker["lanes"]:
-        # a lane is tenant/engine/sampling/length; see records/shape.py
-        engine = "/".join(lane["lane"].split("/")[1:-2])
-        row = by_engine.setdefault(engine, {"engine": engine, **dict.fromkeys(states, 0)})
-        for state in states:
-            row[state] += lane[state]
-    total = {"engine": "all", **{state: broker[state] for state in states}}
-    balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
-    return {
-        "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
-        "journal": f"{_size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']:,}",
-        "fault": broker["fault"] or "none",
-        "lanes": len(broker["lanes"]),
-        "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
-        "tasks": [*by_engine.values(), total],
-    }
 
 
 def _board() -> ProgressBoard:
@@ -270,7 +222,7 @@ def down(ctx: typer.Context) -> None:
 @app.command()
 def status(ctx: typer.Context, as_json: Json = False) -> None:
     """Tasks by state, per lane and in total, the balance, and the processes."""
-    from fabric_pipelines import supervise
+    from fabric_pipelines import answers, supervise
     from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
@@ -286,7 +238,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
-    shown = ui | _work_of(broker) | {"processes": state["processes"]}
+    shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
 
@@ -546,10 +498,12 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
 @broker_app.command("status")
 def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
     """The broker's own account."""
+    from fabric_pipelines import answers
+
     answer = _broker_status(_settings(ctx))
     answer |= answer.pop("total")
     more = {"consumers": answer["consumers"], "counters": answer["counters"]}
-    _emit(answer, as_json, shown=_work_of(answer) | more)
+    _emit(answer, as_json, shown=answers.work_of(answer) | more)
 
 
 @broker_app.command("verify")
@@ -651,27 +605,6 @@ def kernels_list(as_json: Json = False) -> None:
     from fabric_pipelines.device.cubins import kernels_list as listed
 
     _emit(listed(), as_json)
-
-
-@bench_app.command("broker")
-def bench_broker(
-    ctx: typer.Context,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
-    system: Annotated[
-        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
-    from fabric_pipelines.bench.broker import Options, measure, table
-
-    options = Options(tasks, rounds, tuple(system or ()))
-    report = measure(_settings(ctx), options, lambda line: typer.echo(line, err=True))
-    if as_json:
-        _emit(report, as_json)
-    else:
-        sys.stdout.write(table(report))
 
 
 @worker_app.command("run")

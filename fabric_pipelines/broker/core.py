@@ -91,7 +91,7 @@ class Limits:
     lease_s: float = 30.0
     attempts_max: int = 3
     computed_high_water: int = 100_000
-    merge_waste: float = 0.1  # padding that a batch of several draining lanes may have, as a share
+    merge_waste: float = 0.06  # padding that a batch of several draining lanes may have, as a share
 
     def __post_init__(self) -> None:
         if not 1 <= self.attempts_max <= 255:

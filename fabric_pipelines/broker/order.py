@@ -14,6 +14,7 @@ tasks that no longer are.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -69,8 +70,12 @@ class _Arc:
     next_lap: list[_Run] = field(default_factory=list)
     cursor: int = 0
 
+    @property
+    def runs(self) -> list[_Run]:
+        return [self.slice, *self.lap, *self.next_lap]
+
     def __len__(self) -> int:
-        return len(self.slice) + sum(map(len, self.lap)) + sum(map(len, self.next_lap))
+        return sum(map(len, self.runs))
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
         behind = int(np.searchsorted(keys, np.uint64(self.cursor), side="left"))
@@ -111,7 +116,7 @@ class _Arc:
     def split(self) -> _Arc:
         """Give the later half away: by key, so that no prefix group is torn more than once; by count where
         all keys are one."""
-        key = _middle([self.slice, *self.lap, *self.next_lap])
+        key = _middle(self.runs)
         kept, taken = _Arc(), _Arc(key, cursor=max(key, self.cursor))
         keys, tasks = self.slice.left()
         low = keys < np.uint64(key)
@@ -162,9 +167,10 @@ def _middle(runs: list[_Run]) -> int:
 class PrefixOrder:
     """add / add_front, then peek and advance as somebody; release when that one is gone."""
 
-    __slots__ = ("_arcs", "_front")
+    __slots__ = ("_arcs", "_front", "rearranged")
 
     def __init__(self) -> None:
+        self.rearranged = False
         self._front: deque[Sequences] = deque()
         self._arcs = [_Arc()]  # by `low`; the first one's is 0
 
@@ -201,6 +207,14 @@ class PrefixOrder:
         else:
             self._arc_of(who).slice.at += count
 
+    def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
+        """Everything but the front in another order, as one arc."""
+        tasks = _joined([run for arc in self._arcs for run in arc.runs]).tasks
+        keys = keys_of(tasks)
+        by_key = np.argsort(keys, kind="stable")
+        self._arcs = [_Arc(slice=_Run(keys[by_key], tasks[by_key]))]
+        self.rearranged = True
+
     def release(self, who: str) -> None:
         """This consumer will not come back for its arc."""
         for arc in self._arcs:
@@ -213,7 +227,7 @@ class PrefixOrder:
 
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""
-        runs = [run for arc in self._arcs for run in (arc.slice, *arc.lap, *arc.next_lap)]
+        runs = [run for arc in self._arcs for run in arc.runs]
         return np.concatenate([NOTHING, *self._front, *(run.left()[1] for run in runs)])
 
     @property

@@ -58,3 +58,16 @@ def guided(sequences: int, ready: int, consumers: int) -> int:
     if consumers <= 1:
         return sequences
     return max(1, min(sequences, ready // (2 * consumers)))
+
+
+def is_end(ready: int, enqueued: int, sequences: int, consumers: int) -> bool:
+    """Whether what is left of a lane fills each consumer twice at most. A small share of the lane in any case:
+    its prefixes are worth more than a smooth end."""
+    return ready <= min(2 * consumers * sequences, enqueued // 50)
+
+
+def end_keys(new: Counts, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Order of the end: largest output caps first, by powers of two, so that no slot starts long work while
+    the others run dry; by prefix within a power."""
+    powers = np.ceil(np.log2(np.maximum(new, 1))).astype(np.uint64)
+    return ((np.uint64(63) - powers) << np.uint64(58)) | (keys >> np.uint64(6))

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import READY
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
-from fabric_pipelines.broker.packing import guided, merge, pack
+from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.state import Effects, State
 from fabric_pipelines.records.batch import Budget
 
 Sequences = npt.NDArray[np.int64]
-SHARED_WALK = ""  # padded lanes gain nothing from arcs: all sessions walk them together
+SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,22 @@ class Supply:
             return None
         if current is not None and current is not lane:
             current.order.release(who)
+        if not lane.key.length:
+            self._arrange(lane, budget.sequences, consumers)
         grant = self._cut(queue, lane, fair, who)
         lengths = self._state.index.prompt[grant.tasks]
         queue.charge(lane.key.tenant, int(lengths.sum()))
         return grant
+
+    def _arrange(self, lane: Lane, sequences: int, consumers: int) -> None:
+        """The end of a draining lane of packed work goes by output, not by prefix."""
+        order, index = lane.order, self._state.index
+        if lane.step is not Step.DRAINING:
+            order.rearranged = False
+        elif not order.rearranged and is_end(lane.ready, lane.enqueued, sequences, consumers):
+            order.rearrange(
+                lambda tasks: end_keys(index.new[tasks].astype(np.int64), index.key[tasks])
+            )
 
     def again(self, lease_id: int) -> Grant:
         """What is still open of a lease, as it was sent."""
@@ -158,7 +170,7 @@ class Supply:
 
     def _look(self, lane: Lane, limit: int, who: str) -> _View:
         """Entries of the order that are no longer ready are dropped on the way."""
-        who = SHARED_WALK if lane.key.length else who
+        who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
         while True:
             seen = lane.order.peek(limit, who)
             assert len(seen), (

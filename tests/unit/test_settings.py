@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from fabric_pipelines import settings
-from fabric_pipelines.errors import SettingsError
+from fabric_pipelines.errors import Refused, SettingsError
 
 
 def test_each_source_beats_the_next(tmp_path: Path) -> None:
@@ -92,3 +93,19 @@ def test_a_folder_in_the_place_of_fabric_toml_is_named(tmp_path: Path) -> None:
     (tmp_path / "fabric.toml").mkdir()
     with pytest.raises(SettingsError, match=r"fabric\.toml cannot be read"):
         settings.load({}, {}, tmp_path)
+
+
+def test_a_runtime_folder_that_another_user_could_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    settings.make_runtime_folder(shared / "mine")
+    assert stat.S_IMODE((shared / "mine").stat().st_mode) == 0o700
+    settings.make_runtime_folder(shared / "mine")
+
+    (shared / "open").mkdir()
+    (shared / "open").chmod(0o777)
+    (shared / "link").symlink_to(shared / "mine")
+    for planted in ("open", "link"):
+        with pytest.raises(Refused, match="only this user may write to"):
+            settings.make_runtime_folder(shared / planted)
