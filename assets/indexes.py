@@ -127,8 +127,8 @@ def _health_rows(health: HealthTable) -> list[dict[str, Any]]:
     return [
         {
             "metric": name,
-            **{end: "-" if item[end] is None else item[end] for end in SPREAD},
             "by_cluster": figures.sparkline(health.readings[name].value),
+            **{end: "-" if item[end] is None else item[end] for end in SPREAD},
         }
         for name, item in health.summary().items()
     ]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from fabric_pipelines.bench.commands import app as bench_app
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     CheckFailed,
@@ -25,6 +25,7 @@ from fabric_pipelines.errors import (
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
@@ -46,10 +47,13 @@ class OneSentence(TyperGroup):
                     "run the same command again to go on where it stopped"
                 )
             )
+        except typer.Abort:  # Ctrl-C or a closed stdin at a question, whose line has no end
+            sys.stderr.write("\n")
+            _leave(Interrupted("not answered, so nothing was changed"))
         except (FabricError, OSError) as fault:
             _leave(fault)
         except Exception as fault:
-            if isinstance(fault, typer.Exit | typer.Abort) or hasattr(fault, "format_message"):
+            if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
                 raise  # typer's own way to end
             _leave(
                 FabricError(
@@ -95,7 +99,7 @@ broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
-bench_app = _group("bench", "Figures of this machine, beside those of peers.")
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -127,37 +131,11 @@ def _assignment(text: str) -> tuple[str, str]:
 def _settings(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings
 
-    known = {row["name"] for row in settings.Settings().described()}
-    unknown = sorted(set(ctx.obj) - known)
-    if unknown:
-        raise UsageError(f"there are no settings {unknown}; known are {sorted(known)}")
     return settings.load(ctx.obj)
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses, paths and numpy scalars as JSON knows them."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-# What a person is shown of a list of rows; --json has all of it.
-SHOWN = {
-    "processes": ("name", "state", "pid", "restarts", "last_exit"),
-    "consumers": ("engine", "device", "leased", "session"),
-    "receipts": ("shard", "generation", "receipt_id"),
-    "files": ("role", "rows", "bytes", "sha256"),
-    "kernels": ("family", "arch", "registers", "spills", "digest"),
-}
 GIVEN = "  (from {})"
 PREFIX = 16
-TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
 
 
 def _emit(
@@ -165,49 +143,13 @@ def _emit(
 ) -> None:
     """The whole answer as JSON, or for a person: facts by name, a table for each list of rows. `shown` is
     what a person sees in place of the answer."""
-    from fabric_pipelines import screen
+    from fabric_pipelines import answers, screen
 
     if as_json:
-        sys.stdout.write(json.dumps(_plain(answer), allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plain(answer), allow_nan=False) + "\n")
         return
-    plain = _chosen(_plain(answer if shown is None else shown))
-    sys.stdout.write("\n".join(screen.page(plain, screen.width())) + "\n")
-
-
-def _chosen(answer: dict[str, Any]) -> dict[str, Any]:
-    """The columns of SHOWN, wherever such a list of rows stands."""
-    found: dict[str, Any] = {}
-    for name, item in answer.items():
-        if isinstance(item, dict):
-            found[name] = _chosen(item)
-        elif name in SHOWN and isinstance(item, list):
-            found[name] = [{key: row.get(key) for key in SHOWN[name]} for row in item]
-        else:
-            found[name] = item
-    return found
-
-
-def _work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
-    """The broker's account for a person: tasks by engine, since lanes are by the hundred, and their sum."""
-    # in doubt is a state of recovery: shown while there is any
-    states = [name for name in TASK_STATES if name != "in_doubt" or broker[name]]
-    by_engine: dict[str, dict[str, Any]] = {}
-    for lane in broker["lanes"]:
-        # a lane is tenant/engine/sampling/length; see records/shape.py
-        engine = "/".join(lane["lane"].split("/")[1:-2])
-        row = by_engine.setdefault(engine, {"engine": engine, **dict.fromkeys(states, 0)})
-        for state in states:
-            row[state] += lane[state]
-    total = {"engine": "all", **{state: broker[state] for state in states}}
-    balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
-    return {
-        "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
-        "journal": f"{_size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']:,}",
-        "fault": broker["fault"] or "none",
-        "lanes": len(broker["lanes"]),
-        "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
-        "tasks": [*by_engine.values(), total],
-    }
+    chosen = answers.chosen(plain(answer if shown is None else shown))
+    sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
 
 
 def _board() -> ProgressBoard:
@@ -262,7 +204,7 @@ def up(
     settings = _settings(ctx)
     engines = tuple(engine) if engine else supervise.DEFAULT_ENGINES
     report = supervise.up(settings, ui=ui, engines=engines, foreground=foreground)
-    _emit(_plain(report), as_json)
+    _emit(plain(report), as_json)
 
 
 @app.command()
@@ -271,22 +213,20 @@ def down(ctx: typer.Context) -> None:
     from fabric_pipelines import supervise
 
     settings = _settings(ctx)
-    stopped = supervise.down(settings)
-    sys.stderr.write(
-        f"stopped; everything is kept in {settings.home}\n"
-        if stopped
-        else f"nothing of {settings.home} was running\n"
-    )
+    if supervise.down(settings):
+        sys.stderr.write(f"stopped; everything is kept in {settings.home}\n")
+    else:
+        sys.stderr.write(f"nothing of {settings.home} was running\n")
 
 
 @app.command()
 def status(ctx: typer.Context, as_json: Json = False) -> None:
     """Tasks by state, per lane and in total, the balance, and the processes."""
-    from fabric_pipelines import supervise
+    from fabric_pipelines import answers, supervise
     from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
-    state = _plain(supervise.state(settings))
+    state = plain(supervise.state(settings))
     processes = {"processes": state["processes"], "ui_url": state["ui_url"]}
     try:
         broker = _broker_status(settings)
@@ -298,7 +238,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
-    shown = ui | _work_of(broker) | {"processes": state["processes"]}
+    shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
 
@@ -307,7 +247,7 @@ def _broker_status(settings: Settings) -> dict[str, Any]:
 
     with BrokerClient(settings.broker_endpoint, role="admin") as client:
         found = client.status()
-    answer: dict[str, Any] = {**_plain(found), "total": found.total.as_json()}
+    answer: dict[str, Any] = {**plain(found), "total": found.total.as_json()}
     return answer
 
 
@@ -343,7 +283,7 @@ def submit(
             state = work.wait(
                 on_progress=lambda seen: board.advance_to(function, seen.retired_tokens)
             )
-    _emit({"submission_id": work.id, **_plain(state)}, as_json)
+    _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
         raise typer.Exit(PARTIAL)
 
@@ -386,29 +326,16 @@ def reset(
     as_json: Json = False,
 ) -> None:
     """Empty the home after asking: journal, embedded database, lake, shards, logs."""
-    from fabric_pipelines import supervise
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
     resetting.require_idle(settings)
     found = resetting.contents(settings)
     sys.stderr.write(f"{settings.home} holds {_size(found.size)}\n")
-    if found.folders and not yes and not _confirmed("Delete all of it?"):
+    if found.folders and not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
-    supervise.down(settings)  # what a killed supervisor left behind
-    with resetting.alone(settings):
-        found = resetting.contents(settings)
-        resetting.remove(found)
-    _emit({"removed": found.folders, "bytes": found.size, "kept": found.foreign}, as_json)
-
-
-def _confirmed(question: str) -> bool:
-    """A closed stdin or Ctrl-C at the question is a no."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        sys.stderr.write("\n")
-        return False
+    gone = resetting.empty(settings)
+    _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
 
 
 @app.command()
@@ -537,7 +464,7 @@ def db_status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines.settings import redact
 
     database = Database.of(_settings(ctx))
-    answer = {"url": redact(database.url), **_plain(database.identity)}
+    answer = {"url": redact(database.url), **plain(database.identity)}
     major, minor = divmod(answer["server_version"], 10_000)
     _emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
 
@@ -571,10 +498,12 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
 @broker_app.command("status")
 def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
     """The broker's own account."""
+    from fabric_pipelines import answers
+
     answer = _broker_status(_settings(ctx))
     answer |= answer.pop("total")
     more = {"consumers": answer["consumers"], "counters": answer["counters"]}
-    _emit(answer, as_json, shown=_work_of(answer) | more)
+    _emit(answer, as_json, shown=answers.work_of(answer) | more)
 
 
 @broker_app.command("verify")
@@ -584,8 +513,20 @@ def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
 
     with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
         report = client.verify()
-    _emit(_plain(report), as_json)
+    _emit(plain(report), as_json)
     _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
+
+
+@broker_app.command("scrub")
+def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
+    """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+        report = client.scrub()
+    _emit(plain(report), as_json)
+    places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]
+    _require(report.ok, f"damaged: {'; '.join(places)}; restore these files from a copy")
 
 
 @receipt_app.command("show")
@@ -601,7 +542,7 @@ def receipt_show(
     found = find_receipt(Database.of(_settings(ctx)), receipt_id)
     if found is None:
         raise UsageError(f"there is no receipt {receipt_id}")
-    answer = _plain(found)
+    answer = plain(found)
     facts = {name: item for name, item in answer.items() if name != "statement"}
     _emit(answer, as_json, shown=facts | answer["statement"]["predicate"])
 
@@ -618,7 +559,7 @@ def receipt_verify(
 
     settings = _settings(ctx)
     verdict = receipts.verify(Database.of(settings), settings.shards_dir, receipt_id)
-    _emit(_plain(verdict), as_json)
+    _emit(plain(verdict), as_json)
     _require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
 
 
@@ -654,7 +595,7 @@ def receipt_rebuild(
     settings = _settings(ctx)
     done = receipts.rebuild(Database.of(settings), settings.shards_dir, receipt_id)
     verdict = str(done.verdict)
-    _emit({**_plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
+    _emit({**plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
     _require(verdict != "different", f"the rebuild of receipt {receipt_id} differs")
 
 
@@ -664,27 +605,6 @@ def kernels_list(as_json: Json = False) -> None:
     from fabric_pipelines.device.cubins import kernels_list as listed
 
     _emit(listed(), as_json)
-
-
-@bench_app.command("broker")
-def bench_broker(
-    ctx: typer.Context,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
-    system: Annotated[
-        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
-    from fabric_pipelines.bench.broker import Options, measure, table
-
-    options = Options(tasks, rounds, tuple(system or ()))
-    report = measure(_settings(ctx), options, lambda line: typer.echo(line, err=True))
-    if as_json:
-        _emit(report, as_json)
-    else:
-        sys.stdout.write(table(report))
 
 
 @worker_app.command("run")

@@ -150,11 +150,13 @@ class QuickstartReport:
         ]
 
     def _next(self) -> dict[str, str]:
+        # elsewhere it would need `-w`: it takes the location from the folder it starts in
+        dev = {"dagster dev": "the UI from this folder, by its .env"}
         return {
             "fabric up": "services and the UI with this run",
             "fabric results generate --out x.parquet": "all rows of one function as a file",
             f"fabric receipt verify {self.receipt_id[:RECEIPT_SHOWN]}": "the index against its rows",
-            "dagster dev": "the UI from this folder, by its .env",
+            **(dev if Path("workspace.yaml").exists() else {}),
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 GAP = "  "
@@ -151,3 +152,16 @@ def _fact(name: str, item: Any, room: int, margin: str) -> str:
         joined = ", ".join(value(part) for part in item)
         return margin.join(textwrap.wrap(joined, max(room, 20), break_long_words=False))
     return value(item, name) if item not in (None, "", [], {}) else "-"
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, paths and numpy scalars as JSON knows them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.item() if hasattr(value, "item") else str(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.errors import SettingsError
+from fabric_pipelines.errors import Refused, SettingsError
 
 UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
 PLAIN_PATH = re.compile(
@@ -112,6 +113,22 @@ class Settings:
         }
 
 
+def make_runtime_folder(folder: Path) -> None:
+    """Make the folder of sockets and locks, and refuse one that somebody else could have put there: under a
+    shared temporary folder its name can be guessed."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700 if _is_shared(folder.parent) else 0o755)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise Refused(
+            f"{folder} is not a folder that only this user may write to: remove it, or choose another home "
+            "with FABRIC_HOME"
+        )
+
+
+def _is_shared(folder: Path) -> bool:
+    return bool(folder.exists() and folder.stat().st_mode & stat.S_ISVTX)
+
+
 def redact(url: str) -> str:
     head, at, tail = url.rpartition("@")
     scheme, slashes, login = head.partition("://")
@@ -129,6 +146,8 @@ def load(
     environ = os.environ if environ is None else environ
     folder = Path.cwd() if folder is None else folder
     known = {item.name: item for item in fields(Settings) if item.name != "origin"}
+    if unknown := sorted(set(flags or {}) - set(known)):
+        raise SettingsError(f"there are no settings {unknown}; known are {sorted(known)}")
     from_file = _read_toml(folder / "fabric.toml", known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -143,8 +162,17 @@ def load(
         values[name] = _convert(name, value, type(item.default))
         origin[name] = where
     for name in ("home", "models"):
-        values[name] = (folder / values[name].expanduser()).resolve()
+        values[name] = _absolute(name, folder, values[name])
     return Settings(**values, origin=origin)
+
+
+def _absolute(name: str, folder: Path, path: Path) -> Path:
+    try:
+        return (folder / path.expanduser()).resolve()
+    except RuntimeError as fault:
+        raise SettingsError(
+            f"setting {name} is {path}, and this user has no home folder: set HOME or FABRIC_{name.upper()}"
+        ) from fault
 
 
 def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:

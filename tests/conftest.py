@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
 from fabric_pipelines import settings
+
+pytest_plugins = ["tests.support_quickstart"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beta APIs of Dagster that we use on purpose. Not in pyproject.toml: a GPU machine runs `tests/gpu` without
+    Dagster, and there a filter that names its class is an error of its own."""
+    if importlib.util.find_spec("dagster_shared"):
+        for kind in ("BetaWarning", "PreviewWarning"):
+            config.addinivalue_line(
+                "filterwarnings", f"ignore::dagster_shared.utils.warnings.{kind}"
+            )
+
 
 KEEP = {"FABRIC_MODELS", "FABRIC_REQUIRE_GPU", "FABRIC_REQUIRE_PARITY", "FABRIC_PG_BIN"}
 
@@ -22,3 +36,8 @@ def _no_settings_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 def home_settings(tmp_path: Path) -> settings.Settings:
     """Settings whose home is the test's own folder."""
     return settings.load({"home": tmp_path / "home"}, {}, tmp_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the one real quickstart run last: its services stay up until the session ends."""
+    items.sort(key=lambda item: "quickstarted" in getattr(item, "fixturenames", ()))

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -133,6 +134,7 @@ class ClientProcess:
 def measure(settings: Settings, options: Options, say: Say) -> dict[str, Any]:
     """The whole benchmark; its report is what `fabric bench broker --json` prints."""
     found, missing = servers(options.systems)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers of ours must not outlive us
     with _folder(settings) as folder, ExitStack() as stack:
         clients: dict[str, ClientProcess] = {}
         running: list[Server] = []

@@ -31,7 +31,7 @@ from fabric_pipelines.errors import (
     storage_failed,
 )
 from fabric_pipelines.journal import Journal, OsFileOps
-from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
+from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
 EXIT_FATAL = 70
 STOP_WAIT_S = 2.0
@@ -60,6 +60,7 @@ def serve(settings: Settings) -> int:
         Journal.open(folder, segment_bytes=segment_bytes, lazy=True) as journal,
         ThreadPoolExecutor(1, "checkpoint") as writer,
     ):
+        make_runtime_folder(settings.runtime_dir)
         _free_socket(endpoint)
         limits = Limits(
             lease_s=settings.lease_ms / 1000,

@@ -6,16 +6,19 @@ index itself, which sees a task that sits in a state nobody moved it to.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.ledger import Amount, Ledger, hash64
+from fabric_pipelines.ledger import MASK64, Amount, Ledger, hash64
 
 READY, LEASED, COMPUTED, IN_DOUBT, RETIRED, DEAD = range(6)
 STATE_NAMES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
 STATES = len(STATE_NAMES)
 
 Groups = npt.NDArray[np.int32]
+Sums = tuple[Groups, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64]]
 
 
 class Accounts:
@@ -42,9 +45,9 @@ class Accounts:
         self, groups: Groups, task_ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> None:
         """New tasks: enqueued and ready."""
-        marks = hash64(task_ids)
+        sums = _sums(groups, tokens, hash64(task_ids))
         for row in (0, READY + 1):
-            self._add(row, groups, tokens, marks)
+            self._add(row, sums)
 
     def move(
         self,
@@ -54,32 +57,35 @@ class Accounts:
         source: int,
         target: int,
     ) -> None:
-        marks = hash64(task_ids)
-        self._subtract(source + 1, groups, tokens, marks)
-        self._add(target + 1, groups, tokens, marks)
+        sums = _sums(groups, tokens, hash64(task_ids))
+        at, tasks, some_tokens, marks = sums
+        self.tasks[source + 1, at] -= tasks
+        self.tokens[source + 1, at] -= some_tokens
+        self.marks[source + 1, at] -= marks
+        self._add(target + 1, sums)
 
-    def _add(
-        self, row: int, groups: Groups, tokens: npt.NDArray[np.int64], marks: npt.NDArray[np.uint64]
-    ) -> None:
-        np.add.at(self.tasks[row], groups, 1)
-        np.add.at(self.tokens[row], groups, tokens)
-        np.add.at(self.marks[row], groups, marks)
-
-    def _subtract(
-        self, row: int, groups: Groups, tokens: npt.NDArray[np.int64], marks: npt.NDArray[np.uint64]
-    ) -> None:
-        np.subtract.at(self.tasks[row], groups, 1)
-        np.subtract.at(self.tokens[row], groups, tokens)
-        np.subtract.at(self.marks[row], groups, marks)
+    def _add(self, row: int, sums: Sums) -> None:
+        at, tasks, tokens, marks = sums
+        self.tasks[row, at] += tasks
+        self.tokens[row, at] += tokens
+        self.marks[row, at] += marks
 
     def unbalanced(self, groups: Groups | None = None) -> npt.NDArray[np.int64]:
         """Groups (of those given, else of all) whose account does not add up."""
-        chosen = np.arange(self.groups) if groups is None else np.unique(groups).astype(np.int64)
+        chosen = np.arange(self.groups) if groups is None else distinct(groups).astype(np.int64)
+        if len(chosen) == 1:
+            return chosen if self._is_unbalanced(int(chosen[0])) else chosen[:0]
         wrong = np.zeros(len(chosen), np.bool_)
         for figures in (self.tasks, self.tokens, self.marks):
             part = figures[:, chosen]
             wrong |= part[0] != part[1:].sum(axis=0)
         return chosen[wrong]
+
+    def _is_unbalanced(self, group: int) -> bool:
+        """As `unbalanced` for one group, in plain numbers, which are a sixth of the arrays' price."""
+        figures = (self.tasks, self.tokens, self.marks)
+        columns = [each[:, group].tolist() for each in figures]
+        return any((column[0] - sum(column[1:])) & MASK64 for column in columns)
 
     def ledger(self, group: int) -> Ledger:
         rows = (
@@ -130,5 +136,51 @@ def recount(
     for state in range(STATES):
         chosen = np.flatnonzero(states == state)
         for row in (0, state + 1):
-            fresh._add(row, groups[chosen], tokens[chosen], marks[chosen])
+            fresh._add(row, _sums(groups[chosen], tokens[chosen], marks[chosen]))
     return fresh
+
+
+def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """np.unique, which takes 30 us of a lease's 150, with a short way for the usual case of a single value."""
+    if len(values) and (values == values[0]).all():
+        return values[:1]
+    return np.unique(values)
+
+
+def has_repeats(values: npt.NDArray[np.int64]) -> bool:
+    """Whether a value occurs twice: one sort, a third of what np.unique takes."""
+    ordered = np.sort(values)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def add_counts(target: npt.NDArray[np.int64], at: npt.NDArray[np.int32], change: int) -> None:
+    """target[i] += change for each i of `at`, repeats counted."""
+    if len(at) and (at == at[0]).all():
+        target[at[0]] += change * len(at)
+    else:
+        np.add.at(target, at, change)
+
+
+def add_sums(
+    target: npt.NDArray[np.int64], at: npt.NDArray[np.int32], amounts: npt.NDArray[np.int32]
+) -> None:
+    """target[at[i]] += amounts[i], repeats added up."""
+    if len(at) and (at == at[0]).all():
+        target[at[0]] += int(amounts.sum(dtype=np.int64))
+    else:
+        np.add.at(target, at, amounts)
+
+
+def _sums(groups: Groups, tokens: npt.NDArray[np.int64], marks: npt.NDArray[np.uint64]) -> Sums:
+    """(groups that occur, then tasks, tokens and marks of each). A lease lies in one lane, so that one sum each
+    will mostly do; the general way takes five times as long."""
+    if len(groups) and (groups == groups[0]).all():
+        found = groups[:1]
+        ends = np.array([len(groups)]), tokens.sum(keepdims=True), marks.sum(keepdims=True)
+        return found, *ends
+    found, inverse = np.unique(groups, return_inverse=True)
+    tasks = np.bincount(inverse, minlength=len(found)).astype(np.int64)
+    token_sums, mark_sums = np.zeros(len(found), np.int64), np.zeros(len(found), np.uint64)
+    np.add.at(token_sums, inverse, tokens)
+    np.add.at(mark_sums, inverse, marks)
+    return found, tasks, token_sums, mark_sums

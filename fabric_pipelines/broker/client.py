@@ -1,6 +1,8 @@
 """The client: the broker's door for producers, workers, completion and questions.
 
-Create it after fork or spawn, never before (gRPC threads do not survive a fork); it is for one thread. Errors
+Create it after fork or spawn, never before (gRPC threads do not survive a fork); it is for one thread. It keeps
+the highest LSN that was acknowledged to it and presents it with every request, since a broker that restarts on
+the same socket is the same connection to gRPC: a journal that lost acknowledged work is refused. Errors
 have the type they were raised with on the other side; no broker is BrokerUnavailable. A session's name outlives
 the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again with the ids it still holds.
 """
@@ -20,16 +22,19 @@ import pyarrow.flight as flight
 
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.replies import (
+    ACKNOWLEDGED,
     PROTOCOL_VERSION,
     AttachReply,
     BrokerInfo,
     BrokerStatus,
     ComputedReply,
     RenewReply,
+    ScrubReport,
     SubmissionState,
     VerifyReport,
     attach_reply,
     broker_status,
+    scrub_report,
 )
 from fabric_pipelines.broker.wire import (
     from_flight_error,
@@ -45,7 +50,7 @@ from fabric_pipelines.errors import (
     SubmissionConflict,
     VersionRefused,
 )
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -60,6 +65,7 @@ __all__ = [
     "BrokerStatus",
     "ComputedReply",
     "RenewReply",
+    "ScrubReport",
     "SubmissionState",
     "VerifyReport",
 ]
@@ -89,6 +95,7 @@ class BrokerClient:
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
         self._lease_call = 0
+        self._acknowledged: list[Any] | None = None  # [journal id, LSN]
 
     def __enter__(self) -> BrokerClient:
         return self
@@ -110,6 +117,7 @@ class BrokerClient:
     # -- anyone
 
     def hello(self) -> BrokerInfo:
+        """Who answers. Raises CorruptionFound if its journal holds less than what was acknowledged here."""
         head, _ = self._call("hello", {})
         info = BrokerInfo(**head)
         if info.protocol != PROTOCOL_VERSION:
@@ -126,6 +134,10 @@ class BrokerClient:
         """The broker rebuilds its state from the log alone and compares; it serves nobody meanwhile."""
         return VerifyReport(**self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
 
+    def scrub(self) -> ScrubReport:
+        """Read every sealed segment again and compare it with its CRCs; others are served meanwhile."""
+        return scrub_report(self._call("scrub", {}, timeout_s=SLOW_CALL_S)[0])
+
     def drain(self) -> None:
         """Take no new tasks from now on (until the broker restarts); what is there goes on."""
         self._call("drain", {})
@@ -139,6 +151,8 @@ class BrokerClient:
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
+        if self._acknowledged is not None:
+            self.hello()  # a stream has no place to present it
         descriptor = flight.FlightDescriptor.for_command(submission.to_json().encode())
         try:
             writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
@@ -149,7 +163,7 @@ class BrokerClient:
                 state = self._upload(writer, reader, batches)
                 if not state.closed:
                     writer.done_writing()
-                    while not state.closed and (more := _read_answer(reader)) is not None:
+                    while not state.closed and (more := self._read_answer(reader)) is not None:
                         state = more
         except (flight.FlightError, pa.ArrowException, OSError) as fault:
             raise self._fault(fault) from fault
@@ -161,7 +175,7 @@ class BrokerClient:
     def _upload(
         self, writer: Any, reader: Any, batches: Iterable[pa.RecordBatch]
     ) -> SubmissionState:
-        state = _require_answer(reader, self.endpoint)
+        state = self._require_answer(reader)
         if state.closed:
             return state
         outstanding = 0
@@ -173,15 +187,15 @@ class BrokerClient:
             except (flight.FlightError, pa.ArrowException, OSError):
                 # the other side gave up: its reason is among the answers
                 while outstanding:
-                    state = _require_answer(reader, self.endpoint)
+                    state = self._require_answer(reader)
                     outstanding -= 1
                 raise
             outstanding += 1
             if outstanding == UPLOADS_OUTSTANDING:
-                state = _require_answer(reader, self.endpoint)
+                state = self._require_answer(reader)
                 outstanding -= 1
         for _ in range(outstanding):
-            state = _require_answer(reader, self.endpoint)
+            state = self._require_answer(reader)
         return state
 
     def submission(self, submission_id: str) -> SubmissionState | None:
@@ -269,7 +283,7 @@ class BrokerClient:
     def computed(self, batch: pa.RecordBatch) -> ComputedReply:
         """Durable on return. Send again what was not answered: duplicates are counted and change nothing."""
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
-        ipc = to_ipc(batch)
+        ipc = to_ipc_part(batch)
         return ComputedReply(**self._call("computed", {"crc32c": crc32c(ipc)}, ipc)[0])
 
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
@@ -309,7 +323,9 @@ class BrokerClient:
     def _call(
         self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        body = message({**head, "role": self.role, "session": self.session}, *parts)
+        presented = {} if self._acknowledged is None else {ACKNOWLEDGED: self._acknowledged}
+        who = {"role": self.role, "session": self.session}
+        body = message({**head, **who, **presented}, *parts)
         options = flight.FlightCallOptions(timeout=timeout_s or self.timeout_s)
         try:
             answers = list(self._flight().do_action(flight.Action(name, body), options))
@@ -317,12 +333,36 @@ class BrokerClient:
             raise self._fault(fault) from fault
         reply, payload = read_message(answers[0].body)
         raise_error(reply)
-        return reply, payload
+        return self._note(reply), payload
+
+    def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Take what an answer says of durability out of it, and remember the highest."""
+        told = reply.pop(ACKNOWLEDGED, None)
+        mine = self._acknowledged
+        if told is not None and (mine is None or mine[0] != told[0] or mine[1] < told[1]):
+            self._acknowledged = told
+        return reply
 
     def _flight(self) -> flight.FlightClient:
         if self._client is None:
             self._client = flight.FlightClient(self.endpoint, generic_options=CHANNEL_OPTIONS)
         return self._client
+
+    def _read_answer(self, reader: Any) -> SubmissionState | None:
+        found = reader.read()
+        if found is None:
+            return None
+        head = json.loads(bytes(found))
+        raise_error(head)
+        return SubmissionState(**self._note(head))
+
+    def _require_answer(self, reader: Any) -> SubmissionState:
+        state = self._read_answer(reader)
+        if state is None:
+            raise BrokerUnavailable(
+                f"the broker at {self.endpoint} ended the upload without an answer"
+            )
+        return state
 
     def _fault(self, fault: Exception) -> FabricError:
         """The typed error; a connection that failed is dropped, so that the next call makes a new one."""
@@ -342,7 +382,7 @@ def ids_part(task_ids: TaskIds) -> memoryview:
 
 
 def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
-    if crc32c(bytes(part)) != reply["crc32c"]:
+    if crc32c(part) != reply["crc32c"]:
         raise SchemaError("a batch from the broker does not match its CRC32C: ask again")
     return from_ipc(part)
 
@@ -357,19 +397,3 @@ def _from_row(batches: Iterable[pa.RecordBatch], row: int) -> Iterator[tuple[int
             yield first + start, batch.slice(start, rows)
             start += rows
         first += batch.num_rows
-
-
-def _read_answer(reader: Any) -> SubmissionState | None:
-    found = reader.read()
-    if found is None:
-        return None
-    head = json.loads(bytes(found))
-    raise_error(head)
-    return SubmissionState(**head)
-
-
-def _require_answer(reader: Any, endpoint: str) -> SubmissionState:
-    state = _read_answer(reader)
-    if state is None:
-        raise BrokerUnavailable(f"the broker at {endpoint} ended the upload without an answer")
-    return state

@@ -23,6 +23,8 @@ from fabric_pipelines.broker.accounts import (
     READY,
     RETIRED,
     STATE_NAMES,
+    distinct,
+    has_repeats,
 )
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -37,9 +39,7 @@ from fabric_pipelines.broker.facts import (
     SubmissionOpened,
     Verdict,
 )
-from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
-from fabric_pipelines.broker.packing import guided, pack
-from fabric_pipelines.broker.prefix import leaders, shared_tokens
+from fabric_pipelines.broker.lanes import RULE, Lane, Step
 from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.replies import (
     AttachReply,
@@ -48,6 +48,7 @@ from fabric_pipelines.broker.replies import (
     SubmissionState,
 )
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
+from fabric_pipelines.broker.supply import Grant, Supply
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
@@ -58,7 +59,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc
+from fabric_pipelines.records.arrow import to_ipc_part
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -90,12 +91,15 @@ class Limits:
     lease_s: float = 30.0
     attempts_max: int = 3
     computed_high_water: int = 100_000
+    merge_waste: float = 0.06  # padding that a batch of several draining lanes may have, as a share
 
     def __post_init__(self) -> None:
         if not 1 <= self.attempts_max <= 255:
             raise SettingsError(f"attempts_max is {self.attempts_max}; it must be in 1..255")
         if self.lease_s <= 0:
             raise SettingsError(f"lease_ms is {self.lease_s * 1000:g}; it must be positive")
+        if not 0 <= self.merge_waste < 1:
+            raise SettingsError(f"merge_waste is {self.merge_waste}; it must be in [0, 1)")
 
 
 @dataclass(slots=True)
@@ -114,20 +118,6 @@ class Session:
     last_lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A lease to be sent: `tasks` in order; `shared` tokens of each are cached once the one before it ran."""
-
-    lease_id: int
-    lane: Lane
-    tasks: Sequences
-    shared: npt.NDArray[np.int64]
-
-    @property
-    def leader(self) -> npt.NDArray[np.bool_]:
-        return leaders(self.shared)
-
-
 class Core:
     def __init__(self, state: State, limits: Limits, *, now_s: float = 0.0) -> None:
         """Takes a state that facts have built; leases of an earlier life stay in doubt for one lease time."""
@@ -137,7 +127,7 @@ class Core:
         self.sessions: dict[str, Session] = {}
         self.fault = ""
         self._grace_s = now_s + limits.lease_s
-        self._queues: dict[str, LaneQueue] = {}
+        self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
         self._fingerprints: dict[str, Fingerprinter] = {}
         self._stepping: set[int] = set()
@@ -166,23 +156,8 @@ class Core:
         self._count(fact)
 
     def _absorb(self, effects: Effects) -> None:
-        queued = self.state.index.queued
-        for at, keys, tasks in effects.runs:
-            new = ~queued[tasks]
-            if not new.all():  # claimed or late while in the order: its old place is still there
-                keys, tasks = keys[new], tasks[new]
-            queued[tasks] = True
-            self.state.lanes[at].order.add(keys, tasks)
-            self._offer(self.state.lanes[at])
-        for at, tasks in effects.pieces:
-            fresh = tasks[~queued[tasks]]
-            queued[fresh] = True
-            self.state.lanes[at].order.add_front(fresh)
-            self._offer(self.state.lanes[at])
+        self._supply.absorb(effects)
         self._computed.append(effects.computed)
-
-    def _offer(self, lane: Lane) -> None:
-        self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
     def _count(self, fact: Fact) -> None:
         counters = self.counters
@@ -199,7 +174,7 @@ class Core:
             self._fingerprints.pop(fact.submission_id, None)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
-            self._stepping.update(np.unique(self.state.index.lane[fact.tasks]).tolist())
+            self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
 
     # -- producers
 
@@ -267,7 +242,8 @@ class Core:
         base = self.state.index.count
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
-        fact = Enqueued(submission_id, len(record.batches), record.rows, base, rows, to_ipc(batch))
+        ordinal = len(record.batches)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -393,61 +369,18 @@ class Core:
         session = self.attached(name)
         self._extend(session, now_s)
         if call >= 0 and call == session.call and session.last_lease in self.state.leases:
-            return [], self._regrant(session)
+            return [], self._supply.again(session.last_lease)
         session.call = call
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
-        queue = self._queues.get(session.engine)
-        engine = self.state.engines.get(session.engine)
-        if queue is None or engine is None:
-            return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        ready = int(self.state.engine_ready[engine])
-        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(session.lane, fair)
-        if lane is None:
+        grant = self._supply.grant(name, session.engine, session.lane, budget, consumers)
+        if grant is None:
             return [], None
-        grant = self._cut(lane, fair)
-        self._account(session, queue, grant)
-        return [Leased(grant.lease_id, name, lane.index, grant.tasks)], grant
+        self._account(session, grant)
+        return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
-    def _cut(self, lane: Lane, budget: Budget) -> Grant:
-        """The next batch of a lane that has ready tasks. Entries of the order that are no longer ready are
-        dropped on the way."""
-        index = self.state.index
-        while True:
-            seen = lane.order.peek(budget.sequences)
-            assert len(seen), (
-                f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
-            )
-            at = np.flatnonzero(index.state[seen] == READY)
-            tasks = seen[at]
-            count = pack(
-                index.prompt[tasks].astype(np.int64),
-                index.new[tasks].astype(np.int64),
-                budget,
-                padded_length=lane.key.length,
-            )
-            used = len(seen) if count == len(at) else int(at[count])
-            index.queued[seen[:used]] = False
-            lane.order.advance(used)
-            if count:
-                break
-        tasks = tasks[:count].copy()
-        return Grant(self.state.next_lease, lane, tasks, self._shared(tasks))
-
-    def _shared(self, tasks: Sequences) -> npt.NDArray[np.int64]:
-        index = self.state.index
-        return shared_tokens(index.key[tasks], index.prompt[tasks].astype(np.int64))
-
-    def _regrant(self, session: Session) -> Grant:
-        lease = self.state.leases[session.last_lease]
-        index = self.state.index
-        tasks = lease.tasks[index.lease[lease.tasks] == session.last_lease]
-        lane = self.state.lanes[int(index.lane[tasks[0]])]
-        return Grant(session.last_lease, lane, tasks, self._shared(tasks))
-
-    def _account(self, session: Session, queue: LaneQueue, grant: Grant) -> None:
+    def _account(self, session: Session, grant: Grant) -> None:
         lengths = self.state.index.prompt[grant.tasks]
         tokens, counters = int(lengths.sum()), self.counters
         if session.lane is not None and session.lane is not grant.lane:
@@ -457,7 +390,6 @@ class Core:
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
             counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
-        queue.charge(grant.lane.key.tenant, tokens)
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)
@@ -493,9 +425,11 @@ class Core:
             )
         tasks, known = self._sequences(batch.column("task_id").to_numpy())
         rows = np.flatnonzero(known)
-        _, first = np.unique(tasks[rows], return_index=True)
-        once = np.zeros(len(rows), np.bool_)
-        once[first] = True
+        once = np.ones(len(rows), np.bool_)
+        if has_repeats(tasks[rows]):
+            _, first = np.unique(tasks[rows], return_index=True)
+            once[:] = False
+            once[first] = True
         index, mine = self.state.index, self.state.sessions.get(name, -2)
         states = index.state[tasks[rows]]
         # A lease that ran out while its work went on is honoured as long as nobody else took the task:
@@ -513,7 +447,7 @@ class Core:
             return [], reply
         if len(taken) < batch.num_rows:
             batch = batch.take(pa.array(taken))
-            ipc = to_ipc(batch)
+            ipc = to_ipc_part(batch)
         codes = statuses.to_numpy()[taken]
         output = pc.fill_null(pc.list_value_length(batch.column("output")), 0)
         fact = Computed(
@@ -528,6 +462,8 @@ class Core:
 
     def _verdicts(self, tasks: Sequences, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """ok and refused are final; failed is final with the last attempt."""
+        if not codes.any():
+            return np.full(len(tasks), Verdict.OK, np.uint8)
         last = self.state.index.attempts[tasks] + 1 >= self.limits.attempts_max
         failed = np.where(last, Verdict.FAILED, Verdict.RETRY)
         verdicts = np.array([Verdict.OK, Verdict.REFUSED, Verdict.NONE])[codes]
@@ -551,6 +487,7 @@ class Core:
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
         self.sessions.pop(name, None)
+        self._supply.release(name)
         self._computed.release(name)
         held = self._held_by(name)
         return [_returned(name, "session detached", held)] if len(held) else []
@@ -560,6 +497,7 @@ class Core:
         facts: list[Fact] = []
         for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
             del self.sessions[session.name]
+            self._supply.release(session.name)
             held = self._held_by(session.name)
             if len(held):
                 reason = f"session {session.name} did not renew its lease"
@@ -600,7 +538,9 @@ class Core:
         if not known.all():
             at = int(task_ids[int(np.argmin(known))])
             raise UsageError(f"task {at} is not of this journal: nothing was retired")
-        tasks = np.unique(tasks)
+        tasks = np.sort(tasks)
+        if has_repeats(tasks):
+            tasks = np.unique(tasks)
         index = self.state.index
         states = index.state[tasks]
         settled = (states == RETIRED) | (states == DEAD)
@@ -646,17 +586,7 @@ class Core:
     # -- audits
 
     def stranded(self) -> list[str]:
-        """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""
-        found = []
-        index = self.state.index
-        for lane in self.state.lanes:
-            held = lane.order.tasks()
-            ready = np.sort(held[index.state[held] == READY])
-            if len(ready) != lane.ready or len(np.unique(ready)) != len(ready):
-                found.append(
-                    f"lane {lane.name} has {lane.ready} ready tasks, its order holds {len(ready)}"
-                )
-        return found
+        return self._supply.stranded()
 
     def require_backlog_room(self, used: int, mark: int) -> None:
         if used >= mark:

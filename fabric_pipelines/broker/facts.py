@@ -66,7 +66,7 @@ class SubmissionOpened:
 @dataclass(frozen=True, slots=True)
 class Enqueued:
     """One batch of a submission; `ipc` is the task batch (Arrow IPC stream), its rows get the sequence
-    numbers from `base` on."""
+    numbers from `base` on, lanes and keys by `rule`."""
 
     submission_id: str
     batch: int
@@ -74,6 +74,7 @@ class Enqueued:
     base: int
     rows: int
     ipc: Part
+    rule: int = 1  # lanes.RULE of the broker that took it
 
     def encode(self) -> list[Part]:
         head = {
@@ -82,6 +83,7 @@ class Enqueued:
             "first_row": self.first_row,
             "base": self.base,
             "rows": self.rows,
+            "rule": self.rule,
         }
         return pack(head, [self.ipc])
 
@@ -96,7 +98,8 @@ class SubmissionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """`tasks` of one lane, in the order they were handed out."""
+    """`tasks` in the order they were handed out; all of them in the shape of `lane`, though shorter ones of
+    draining lanes may be among them."""
 
     lease_id: int
     session: str

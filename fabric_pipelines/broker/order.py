@@ -1,9 +1,11 @@
 """The order in which one lane hands out its ready tasks: by prefix key over the whole backlog.
 
 An enqueue leaves a sorted run. Runs are merged when they are small, never above RUN_MAX, and otherwise only
-slice by slice as leases need them, so that the first lease is cheap at any backlog. The walk is cyclic: what
-arrives behind the cursor waits for the next lap, so a stream of small keys starves nobody. What came back
-from a lease goes to the front, in pieces that no lease crosses (see `Core` on halving).
+slice by slice as leases need them, so that the first lease is cheap at any backlog. Several consumers walk
+contiguous arcs of the order, one each, so that a prefix group goes to one of them; who has none takes one that
+nobody walks, or half of the largest: O(consumers x log n) cuts. The walk of an arc is cyclic: what arrives
+behind its cursor waits for the next lap, so a stream of small keys starves nobody. What came back from a lease
+goes to the front, in pieces that no lease crosses (see `Core` on halving).
 
 Knows keys and sequence numbers only. Whether a task is still ready is the owner's business: the order may hold
 tasks that no longer are.
@@ -12,6 +14,9 @@ tasks that no longer are.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,97 +26,81 @@ Sequences = npt.NDArray[np.int64]
 
 RUN_MAX = 1 << 17
 SLICE = 1 << 16
+SAMPLES = 64  # keys looked at per run to find the middle of an arc
 NOTHING: Sequences = np.zeros(0, np.int64)
-_KEY_MAX = (1 << 64) - 1
+NO_KEYS: Keys = np.zeros(0, np.uint64)
 
 
 class _Run:
-    """Sorted keys with their tasks; `at` is the first one not yet handed to a slice."""
+    """Keys with their tasks, sorted; `at` is the first one not yet handed on."""
 
     __slots__ = ("at", "keys", "tasks")
 
-    def __init__(self, keys: Keys, tasks: Sequences) -> None:
+    def __init__(self, keys: Keys = NO_KEYS, tasks: Sequences = NOTHING) -> None:
         self.keys, self.tasks, self.at = keys, tasks, 0
 
     def __len__(self) -> int:
         return len(self.keys) - self.at
 
+    def left(self) -> tuple[Keys, Sequences]:
+        return self.keys[self.at :], self.tasks[self.at :]
+
+
+def _joined(runs: list[_Run]) -> _Run:
+    parts = [run.left() for run in runs]
+    keys = np.concatenate([NO_KEYS, *(keys for keys, _ in parts)])
+    return _Run(keys, np.concatenate([NOTHING, *(tasks for _, tasks in parts)]))
+
 
 def _merged(runs: list[_Run]) -> _Run:
-    keys = np.concatenate([run.keys[run.at :] for run in runs])
-    tasks = np.concatenate([run.tasks[run.at :] for run in runs])
-    order = np.argsort(keys, kind="stable")  # timsort underneath: sorted runs merge in linear time
-    return _Run(keys[order], tasks[order])
+    whole = _joined(runs)
+    order = np.argsort(whole.keys, kind="stable")  # sorted runs merge in linear time
+    return _Run(whole.keys[order], whole.tasks[order])
 
 
-class PrefixOrder:
-    """add / add_front, then peek and advance."""
+@dataclass(slots=True)
+class _Arc:
+    """A stretch of the order from key `low` up to the next arc's. `slice` goes out next, as it lies; `lap` are
+    sorted runs of keys at or above `cursor`, `next_lap` of keys below it."""
 
-    __slots__ = ("_at", "_cursor", "_front", "_lap", "_next_lap", "_slice")
+    low: int = 0
+    owner: str | None = None
+    slice: _Run = field(default_factory=_Run)
+    lap: list[_Run] = field(default_factory=list)
+    next_lap: list[_Run] = field(default_factory=list)
+    cursor: int = 0
 
-    def __init__(self) -> None:
-        self._front: deque[Sequences] = deque()
-        self._slice, self._at = NOTHING, 0
-        self._lap: list[_Run] = []
-        self._next_lap: list[_Run] = []
-        self._cursor = 0
+    @property
+    def runs(self) -> list[_Run]:
+        return [self.slice, *self.lap, *self.next_lap]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
-        """A run sorted by key."""
-        if self._cursor:
-            behind = int(np.searchsorted(keys, np.uint64(self._cursor), side="left"))
-            _push(self._next_lap, keys[:behind], tasks[:behind])
-            _push(self._lap, keys[behind:], tasks[behind:])
-        else:
-            _push(self._lap, keys, tasks)
+        behind = int(np.searchsorted(keys, np.uint64(self.cursor), side="left"))
+        _push(self.next_lap, keys[:behind], tasks[:behind])
+        _push(self.lap, keys[behind:], tasks[behind:])
 
-    def add_front(self, tasks: Sequences) -> None:
-        """A piece to be handed out before anything else, by itself."""
-        if len(tasks):
-            self._front.append(tasks)
-
-    def peek(self, limit: int) -> Sequences:
-        """Up to `limit` next tasks; empty only if there are none at all."""
-        if self._front:
-            return self._front[0][:limit]
-        if len(self._slice) - self._at < limit:
-            self._extend_slice()
-        return self._slice[self._at : self._at + limit]
-
-    def advance(self, count: int) -> None:
-        """Drop the first `count` of what `peek` showed."""
-        if self._front:
-            rest = self._front.popleft()[count:]
-            if len(rest):
-                self._front.appendleft(rest)
-        else:
-            self._at += count
-
-    def tasks(self) -> Sequences:
-        """Everything inside, in no order; for audits."""
-        runs = [run.tasks[run.at :] for run in (*self._lap, *self._next_lap)]
-        return np.concatenate([NOTHING, *self._front, self._slice[self._at :], *runs])
-
-    def _extend_slice(self) -> None:
+    def extend_slice(self) -> None:
         """Cut the next SLICE or so tasks off the runs, in order over all of them.
 
         The cut is at the smallest of the keys that end each run's share, so no run gives more than its share
         and everything left has a key at or above the cut. Equal keys stay behind in the other runs, or one
         lane of short prompts (all keys 0) would be sorted at once.
         """
-        left = self._slice[self._at :]
-        if not self._lap:
-            self._lap, self._next_lap, self._cursor = self._next_lap, [], 0
-        if not self._lap:
+        if not self.lap:
+            self.lap, self.next_lap, self.cursor = self.next_lap, [], self.low
+        if not self.lap:
             return
-        share = max(256, SLICE // len(self._lap))
+        share = max(256, SLICE // len(self.lap))
         ends = [
             (int(run.keys[min(run.at + share, len(run.keys)) - 1]), i)
-            for i, run in enumerate(self._lap)
+            for i, run in enumerate(self.lap)
         ]
         cut, chosen = min(ends)
         parts = []
-        for i, run in enumerate(self._lap):
+        for i, run in enumerate(self.lap):
             if i == chosen:
                 end = min(run.at + share, len(run.keys))
             else:
@@ -120,9 +109,168 @@ class PrefixOrder:
                 part = _Run(run.keys[run.at : end], run.tasks[run.at : end])
                 parts.append(part)
                 run.at = end
-        self._lap = [run for run in self._lap if len(run)]
-        self._cursor = min(cut, _KEY_MAX)
-        self._slice, self._at = np.concatenate([left, _merged(parts).tasks]), 0
+        self.lap = [run for run in self.lap if len(run)]
+        self.cursor = cut
+        self.slice = _joined([self.slice, _merged(parts)])
+
+    def split(self) -> _Arc:
+        """Give the later half away: by key, so that no prefix group is torn more than once; by count where
+        all keys are one."""
+        key = _middle(self.runs)
+        kept, taken = _Arc(), _Arc(key, cursor=max(key, self.cursor))
+        keys, tasks = self.slice.left()
+        low = keys < np.uint64(key)
+        kept.slice, taken.slice = _Run(keys[low], tasks[low]), _Run(keys[~low], tasks[~low])
+        for name in ("lap", "next_lap"):
+            for run in getattr(self, name):
+                at = int(np.searchsorted(run.keys, np.uint64(key), side="left"))
+                _cut(run, at, getattr(kept, name), getattr(taken, name))
+        if not len(kept) or not len(taken):
+            kept, taken = self._split_by_count(key)
+        assert len(kept) + len(taken) == len(self)
+        self.slice, self.lap, self.next_lap = kept.slice, kept.lap, kept.next_lap
+        return taken
+
+    def _split_by_count(self, key: int) -> tuple[_Arc, _Arc]:
+        kept, taken = _Arc(), _Arc(key, cursor=self.cursor)
+        slices: tuple[list[_Run], list[_Run]] = ([], [])
+        _cut(self.slice, self.slice.at + len(self.slice) // 2, *slices)
+        kept.slice, taken.slice = _joined(slices[0]), _joined(slices[1])
+        for name in ("lap", "next_lap"):
+            for run in getattr(self, name):
+                _cut(run, run.at + len(run) // 2, getattr(kept, name), getattr(taken, name))
+        return kept, taken
+
+
+def _cut(run: _Run, at: int, before: list[_Run], behind: list[_Run]) -> None:
+    at = max(at, run.at)
+    for part, side in ((slice(run.at, at), before), (slice(at, len(run.keys)), behind)):
+        if part.stop > part.start:
+            side.append(_Run(run.keys[part], run.tasks[part]))
+
+
+def _middle(runs: list[_Run]) -> int:
+    """A key with about half of what the runs hold below it: exact to 1 / SAMPLES of each run."""
+    keys, weights = [], []
+    for run in runs:
+        if len(run):
+            picked = np.linspace(run.at, len(run.keys) - 1, min(len(run), SAMPLES)).astype(np.int64)
+            keys.append(run.keys[picked])
+            weights.append(np.full(len(picked), len(run) / len(picked)))
+    sample, weight = np.concatenate(keys), np.concatenate(weights)
+    by_key = np.argsort(sample, kind="stable")
+    below = np.cumsum(weight[by_key])
+    at = int(np.searchsorted(below, below[-1] / 2, side="left"))
+    return int(sample[by_key[at]])
+
+
+class PrefixOrder:
+    """add / add_front, then peek and advance as somebody; release when that one is gone."""
+
+    __slots__ = ("_arcs", "_front", "rearranged")
+
+    def __init__(self) -> None:
+        self.rearranged = False
+        self._front: deque[Sequences] = deque()
+        self._arcs = [_Arc()]  # by `low`; the first one's is 0
+
+    def add(self, keys: Keys, tasks: Sequences) -> None:
+        """A run sorted by key."""
+        lows = np.array([arc.low for arc in self._arcs[1:]], np.uint64)
+        cuts = [0, *np.searchsorted(keys, lows, side="left").tolist(), len(keys)]
+        for arc, (begin, end) in zip(self._arcs, pairwise(cuts), strict=True):
+            if end > begin:
+                arc.add(keys[begin:end], tasks[begin:end])
+
+    def add_front(self, tasks: Sequences) -> None:
+        """A piece to be handed out before anything else, by itself."""
+        if len(tasks):
+            self._front.append(tasks)
+
+    def peek(self, limit: int, who: str = "") -> Sequences:
+        """Up to `limit` next tasks for this consumer; empty only if there are none at all."""
+        if self._front:
+            return self._front[0][:limit]
+        arc = self._arc_of(who)
+        while len(arc.slice) < limit and (arc.lap or arc.next_lap):
+            arc.extend_slice()
+        if len(arc.slice) < limit and len(self._arcs) > 1:
+            arc = self._take_more(arc)
+        return arc.slice.left()[1][:limit]
+
+    def advance(self, count: int, who: str = "") -> None:
+        """Drop the first `count` of what `peek` showed."""
+        if self._front:
+            rest = self._front.popleft()[count:]
+            if len(rest):
+                self._front.appendleft(rest)
+        else:
+            self._arc_of(who).slice.at += count
+
+    def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
+        """Everything but the front in another order, as one arc."""
+        tasks = _joined([run for arc in self._arcs for run in arc.runs]).tasks
+        keys = keys_of(tasks)
+        by_key = np.argsort(keys, kind="stable")
+        self._arcs = [_Arc(slice=_Run(keys[by_key], tasks[by_key]))]
+        self.rearranged = True
+
+    def release(self, who: str) -> None:
+        """This consumer will not come back for its arc."""
+        for arc in self._arcs:
+            if arc.owner == who:
+                arc.owner = None
+
+    @property
+    def has_front(self) -> bool:
+        return bool(self._front)
+
+    def tasks(self) -> Sequences:
+        """Everything inside, in no order; for audits."""
+        runs = [run for arc in self._arcs for run in arc.runs]
+        return np.concatenate([NOTHING, *self._front, *(run.left()[1] for run in runs)])
+
+    @property
+    def arcs(self) -> list[tuple[str | None, int]]:
+        """(owner, length) of each, by key."""
+        return [(arc.owner, len(arc)) for arc in self._arcs]
+
+    def _arc_of(self, who: str) -> _Arc:
+        for arc in self._arcs:
+            if arc.owner == who:
+                return arc
+        return self._acquire(who)
+
+    def _acquire(self, who: str) -> _Arc:
+        """The largest arc that nobody walks, else half of the largest (all of it, if that is one task)."""
+        free = [arc for arc in self._arcs if arc.owner is None]
+        for arc in free:
+            if not len(arc) and len(self._arcs) > 1:
+                self._drop(arc)
+        taken = max(self._arcs, key=lambda arc: (arc.owner is None, len(arc)))
+        if taken.owner is not None and len(taken) > 1:
+            at = self._arcs.index(taken)
+            taken = taken.split()
+            self._arcs.insert(at + 1, taken)
+        taken.owner = who
+        return taken
+
+    def _take_more(self, arc: _Arc) -> _Arc:
+        """All that is left of this arc lies in its slice: it goes first, then half of another."""
+        if not any(len(other) for other in self._arcs if other is not arc):
+            return arc
+        rest, who = arc.slice, arc.owner
+        assert who is not None
+        self._drop(arc)
+        taken = self._acquire(who)
+        taken.extend_slice()
+        taken.slice = _joined([rest, taken.slice])
+        return taken
+
+    def _drop(self, arc: _Arc) -> None:
+        """Its stretch falls to the arc before it, or to the one behind if it was the first."""
+        self._arcs.remove(arc)
+        self._arcs[0].low = 0
 
 
 def _push(runs: list[_Run], keys: Keys, tasks: Sequences) -> None:

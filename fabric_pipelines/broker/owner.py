@@ -40,13 +40,21 @@ from fabric_pipelines.broker.replies import (
     BrokerStatus,
     ComputedReply,
     RenewReply,
+    ScrubReport,
     SubmissionState,
     VerifyReport,
 )
+from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import Backpressure, BalanceBroken, StorageFailed, UsageError
+from fabric_pipelines.errors import (
+    Backpressure,
+    BalanceBroken,
+    CorruptionFound,
+    StorageFailed,
+    UsageError,
+)
 from fabric_pipelines.journal import Journal
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
@@ -95,6 +103,7 @@ class Owner:
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
         self.upkeep: Upkeep | None = None
+        self.scrubbing: Scrubbing | None = None
         self.draining = False
         self.fsyncs = 0
         self._group_bytes = 0
@@ -112,6 +121,7 @@ class Owner:
                 clock=clock,
                 background=background,
             )
+            self.scrubbing = Scrubbing(journal, self.core, clock)
         if restarted:
             self._log([Started(fabric_pipelines.__version__)])
             self.commit()
@@ -123,15 +133,36 @@ class Owner:
         """Facts were appended that are not durable yet."""
         return self._group_bytes > 0
 
+    @property
+    def _unsynced(self) -> bool:
+        """Facts were handed to the kernel that are not durable yet."""
+        return self.journal.durable_lsn < self.journal.next_lsn - 1
+
     def commit(self) -> None:
+        """Everything that was logged is durable on return."""
+        self.write()
+        self.sync()
+
+    def write(self) -> None:
+        """First half of `commit`: close the group. Nothing of it may be acknowledged before `sync`."""
         if not self.dirty:
             return
         try:
-            self.journal.commit()
+            self.journal.write()
+        except StorageFailed as fault:
+            raise Fatal(str(fault)) from fault
+        self._group_bytes = 0
+
+    def sync(self) -> None:
+        """Second half of `commit`, for all that was written before this call. The one thing here that another
+        thread may do, while the owner goes on."""
+        if not self._unsynced:
+            return
+        try:
+            self.journal.sync()
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
         self.fsyncs += 1
-        self._group_bytes = 0
 
     def idle(self) -> None:
         """Nothing is waiting: make the last leases durable, and record that they are."""
@@ -141,7 +172,13 @@ class Owner:
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
 
-    def _log(self, facts: list[Fact], columns: BatchColumns | None = None) -> None:
+    def _log(
+        self,
+        facts: list[Fact],
+        columns: BatchColumns | None = None,
+        batch: pa.RecordBatch | None = None,
+    ) -> None:
+        """`columns` and `batch` are what is known already of the one fact that carries rows."""
         for fact in facts:
             pieces = fact.encode()
             size = sum(map(len, pieces)) + 128
@@ -158,17 +195,18 @@ class Owner:
             except BalanceBroken as broken:
                 raise Fatal(str(broken)) from broken
             if isinstance(fact, Enqueued | Computed | Moved | MovedComputed):
-                self.payloads.keep(lsn, fact.ipc)
+                self.payloads.keep(lsn, fact.ipc, batch)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
-        """Only new tasks and copies may be refused for want of space: the former are nowhere yet, the latter
-        still where they were. All else frees some in the end, and a broker that cannot write it down must not
-        go on."""
+        """New tasks, copies and outcomes may be refused for want of space: they are still where they came from.
+        Outcomes come last of these, and wait: landing those before them frees some. What is left is small and
+        a broker that cannot write it down must not go on."""
         refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
             "time_us": self.clock.wall_us(),
             "essential": not refusable,
+            "spare_last": isinstance(fact, Computed),
         }
         kind = int(kind_of(fact))
         try:
@@ -180,10 +218,14 @@ class Owner:
                 self.commit()
                 return self.journal.append(kind, pieces, **arguments)
         except StorageFailed as fault:
-            if refusable and self._journal_works():
+            if (refusable or isinstance(fact, Computed)) and self._journal_works():
                 if self.upkeep is not None:
                     self.upkeep.disk_full = True
-                raise
+                if refusable:
+                    raise
+                raise Backpressure(
+                    f"{fault}; outcomes wait until earlier ones have landed", retry_after_s=2.0
+                ) from fault
             raise Fatal(str(fault)) from fault
 
     def _journal_works(self) -> bool:
@@ -208,6 +250,16 @@ class Owner:
             pid=os.getpid(),
         )
 
+    def require_kept(self, journal_id: str, lsn: int) -> None:
+        """(journal id, highest LSN) that a caller was told is durable. A journal that holds less has lost some of
+        it, whatever its own CRCs say. Safe in any thread."""
+        mine, durable = self.journal.journal_id, self.journal.durable_lsn
+        if journal_id == mine and lsn > durable:
+            raise CorruptionFound(
+                f"this journal ends at LSN {durable}, but its client was acknowledged up to {lsn}: acknowledged "
+                "work was lost; stop the broker and restore the journal folder from a copy"
+            )
+
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
         return BrokerStatus(
@@ -226,6 +278,7 @@ class Owner:
                 "computed_padded_tokens": state.computed_padded_tokens,
                 "fsyncs": self.fsyncs,
                 **(self.upkeep.counters if self.upkeep is not None else {}),
+                **(self.scrubbing.counters if self.scrubbing is not None else {}),
             },
             journal={
                 "journal_id": self.journal.journal_id,
@@ -233,6 +286,7 @@ class Owner:
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
+                "damaged_frames": len(self.scrub_report().damaged),
             },
             submissions=len(state.submissions),
             consumers=[
@@ -274,6 +328,15 @@ class Owner:
                 "stopped, keep the journal folder"
             )
         return VerifyReport(not differences, state.index.count, state.frames, differences)
+
+    def scrub(self, budget_bytes: int) -> bool:
+        """Look at so much more of the sealed log; whether that ended a round."""
+        return self.scrubbing is None or self.scrubbing.slice(budget_bytes)
+
+    def scrub_report(self) -> ScrubReport:
+        if self.scrubbing is None:
+            return ScrubReport(True, 0, 0, 0)
+        return self.scrubbing.report()
 
     def finish(self) -> None:
         """The end of this life: write down a checkpoint that is under way."""
@@ -367,7 +430,8 @@ class Owner:
 
     def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
-        self._log(facts)
+        whole = reply.accepted == batch.num_rows
+        self._log(facts, batch=batch if whole else None)
         return reply
 
     def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:
@@ -389,10 +453,11 @@ class Owner:
                 raise Fatal(f"the accounts do not match the tasks: {differences[0]}")
 
     def _keep_up(self) -> None:
-        if self.upkeep is None:
+        if self.upkeep is None or self.scrubbing is None:
             return
         try:
             self.upkeep.tick()
+            self.scrubbing.tick()
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
 

@@ -16,21 +16,40 @@ from fabric_pipelines.records.batch import Budget
 Counts = npt.NDArray[np.int64]
 
 
-def pack(prompt: Counts, new: Counts, budget: Budget, *, padded_length: int = 0) -> int:
+def pack(
+    prompt: Counts,
+    new: Counts,
+    budget: Budget,
+    *,
+    padded_length: int = 0,
+    shared: Counts | None = None,
+) -> int:
     """How many of the first tasks go, at least 1 of a non-empty lane.
 
     prompt: prompt tokens, new: cap of new tokens, both int64 [n] in lane order. padded_length: what each task
-    costs a step in a single-pass lane; 0 for packed work, where it costs its prompt.
+    costs a step in a single-pass lane; 0 for packed work, where it costs its prompt less what it shares with
+    the one before it (`shared`, see prefix.shared_tokens): a prefix is computed and kept once per group.
     """
     if not len(prompt):
         return 0
     limit = min(budget.sequences, len(prompt))
-    step = np.cumsum(np.full(limit, padded_length) if padded_length else prompt[:limit])
+    own = prompt[:limit] if shared is None else prompt[:limit] - shared[:limit]
+    step = np.cumsum(np.full(limit, padded_length) if padded_length else own)
     count = int(np.searchsorted(step, budget.tokens, side="right"))
     if budget.kv_tokens is not None:
-        held = np.cumsum(prompt[:limit] + new[:limit])
+        held = np.cumsum(own + new[:limit])
         count = min(count, int(np.searchsorted(held, budget.kv_tokens, side="right")))
     return max(1, min(count, limit))
+
+
+def merge(prompt: Counts, first: int, budget: Budget, *, padded_length: int, waste: float) -> int:
+    """How many of these tasks, longest lanes first, go in one padded batch: all of the `first` ones, which are
+    at home in it, then shorter ones while they fit and padding stays within `waste` of what is computed."""
+    limit = min(budget.sequences, max(budget.tokens // padded_length, 1), len(prompt))
+    counts = np.arange(1, limit + 1)
+    padding = 1 - np.cumsum(prompt[:limit]) / (counts * padded_length)
+    allowed = np.flatnonzero(padding <= waste)
+    return max(min(first, limit), int(allowed[-1]) + 1 if len(allowed) else 0)
 
 
 def guided(sequences: int, ready: int, consumers: int) -> int:
@@ -39,3 +58,16 @@ def guided(sequences: int, ready: int, consumers: int) -> int:
     if consumers <= 1:
         return sequences
     return max(1, min(sequences, ready // (2 * consumers)))
+
+
+def is_end(ready: int, enqueued: int, sequences: int, consumers: int) -> bool:
+    """Whether what is left of a lane fills each consumer twice at most. A small share of the lane in any case:
+    its prefixes are worth more than a smooth end."""
+    return ready <= min(2 * consumers * sequences, enqueued // 50)
+
+
+def end_keys(new: Counts, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Order of the end: largest output caps first, by powers of two, so that no slot starts long work while
+    the others run dry; by prefix within a power."""
+    powers = np.ceil(np.log2(np.maximum(new, 1))).astype(np.uint64)
+    return ((np.uint64(63) - powers) << np.uint64(58)) | (keys >> np.uint64(6))

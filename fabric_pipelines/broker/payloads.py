@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.broker.core import Grant
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import Computed, Enqueued, Moved, MovedComputed, decode
+from fabric_pipelines.broker.gather import TaskMemory, gathered
 from fabric_pipelines.broker.state import State
+from fabric_pipelines.broker.supply import Grant
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc
 from fabric_pipelines.records.completion import PULLED_SCHEMA, clip_error_text
@@ -39,6 +39,7 @@ class Payloads:
         self._journal, self._state = journal, state
         self._cache: OrderedDict[int, tuple[pa.RecordBatch, int]] = OrderedDict()
         self._cached_bytes = 0
+        self._memories: dict[int, TaskMemory] = {}  # of batches in the cache
 
     def lease(self, grant: Grant, deadline_us: int) -> Lease:
         """The lease as a worker receives it."""
@@ -94,7 +95,14 @@ class Payloads:
 
     def tasks(self, tasks: Sequences) -> pa.RecordBatch:
         """Rows as they were submitted."""
-        return self._gather(*self._state.index.locate(tasks))
+        lsns, rows = self._state.index.locate(tasks)
+        runs = _runs(lsns, rows)
+        if len(runs) == 1:
+            ((lsn, begin, end),) = runs
+            return self._decoded(lsn).slice(begin, end - begin)
+        lengths = self._state.index.prompt[tasks]
+        held = {lsn: self._memory(lsn) for lsn in {lsn for lsn, _, _ in runs}}
+        return gathered([(held[lsn], begin, end) for lsn, begin, end in runs], lengths)
 
     def outcomes(self, tasks: Sequences) -> pa.RecordBatch:
         """Rows as they were reported."""
@@ -106,6 +114,7 @@ class Payloads:
         """Those frames are about to be recycled: let go of every view of them."""
         for old in [at for at in self._cache if at < lsn]:
             _, size = self._cache.pop(old)
+            self._memories.pop(old, None)
             self._cached_bytes -= size
 
     def _with_counted_attempts(self, rows: pa.RecordBatch, tasks: Sequences) -> pa.RecordBatch:
@@ -151,19 +160,21 @@ class Payloads:
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema or pa.schema(fields))
 
-    def keep(self, lsn: int, ipc: Part) -> None:
-        """A batch that was just journaled is in memory already."""
-        self._remember(lsn, read_ipc(ipc), len(ipc))
+    def keep(self, lsn: int, ipc: Part, batch: pa.RecordBatch | None = None) -> None:
+        """A batch that was just journaled is in memory already. `batch`: what `ipc` decodes to, if that was done."""
+        self._remember(lsn, read_ipc(ipc) if batch is None else batch, len(ipc))
 
     def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
-        """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together.
-
-        Slices cost 2 us each; `take` costs 100 us a frame, and a prefix-hot lease has a row of each of many.
-        """
-        breaks = (np.diff(lsns) != 0) | (np.diff(rows) != 1)
-        cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
-        parts = [self._decoded(int(lsns[a])).slice(int(rows[a]), b - a) for a, b in pairwise(cuts)]
+        """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together."""
+        parts = [self._decoded(lsn).slice(a, b - a) for lsn, a, b in _runs(lsns, rows)]
         return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+
+    def _memory(self, lsn: int) -> TaskMemory:
+        batch = self._decoded(lsn)
+        found = self._memories.get(lsn)
+        if found is None or found.batch is not batch:
+            found = self._memories[lsn] = TaskMemory(batch)
+        return found
 
     def _decoded(self, lsn: int) -> pa.RecordBatch:
         found = self._cache.get(lsn)
@@ -181,5 +192,16 @@ class Payloads:
         self._cache[lsn] = (batch, size)
         self._cached_bytes += size
         while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            _, (_, dropped) = self._cache.popitem(last=False)
+            old, (_, dropped) = self._cache.popitem(last=False)
+            self._memories.pop(old, None)
             self._cached_bytes -= dropped
+
+
+def _runs(lsns: Sequences, rows: Sequences) -> list[tuple[int, int, int]]:
+    """(lsn, first row, row after the last) of neighbours that lie side by side in one frame."""
+    breaks = (lsns[1:] != lsns[:-1]) | (rows[1:] != rows[:-1] + 1)
+    firsts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    lengths = np.diff(np.append(firsts, len(rows)))
+    begins = rows[firsts]
+    ends = begins + lengths
+    return list(zip(lsns[firsts].tolist(), begins.tolist(), ends.tolist(), strict=True))

@@ -1,65 +1,122 @@
 """Prefix keys: one number per prompt whose order is a depth-first walk of the radix tree of all prompts.
 
-The prefix of a prompt at a depth of 1, 2, 4, 8, 16 and 32 blocks of 16 tokens is hashed; the leading bits of
-the six hashes, shallow to deep, make a 64-bit key. Prompts that share a prefix share leading bits, so sorting
-the *whole* backlog of a lane by key puts them side by side, whatever the arrival order. Any depth-first order
-is optimal once a cache holds one path (SGLang, arXiv 2312.07104).
+The prefix of a prompt at each depth of a layout, in blocks of 16 tokens, is hashed; the leading bits of those
+hashes, shallow to deep, make a 64-bit key. Prompts that share a prefix share leading bits, so sorting the
+*whole* backlog of a lane by key puts them side by side, whatever the arrival order. Any depth-first order is
+optimal once a cache holds one path (SGLang, arXiv 2312.07104).
 
-The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: the whole batch takes one
-cumulative sum, and a depth costs one subtraction per row. A chain of hashes per block would need a ragged
-gather, which numpy does at 3-39 Mtok/s.
+The hash of a prefix is a polynomial over its tokens modulo 2^64 with an odd base: terms are made for a stripe of
+whole rows at a time, which stays in the cache with its powers, and summed from depth to depth. One cumulative sum
+over the batch takes twice as long; a chain of hashes per block would need a ragged gather, which numpy does at
+3-39 Mtok/s.
+
+Depths must be dense: prompts that part and end between two depths are not told apart. Layout 1 (doubling
+depths) falls 0.01 short of the bound on long prompts in `fabric bench supply`, and more with smaller caches.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 BLOCK = 16
-DEPTHS = (1, 2, 4, 8, 16, 32)
-BITS = (14, 12, 10, 10, 9, 9)  # of the hash at each depth; 64 in all
-_SHIFTS = tuple(64 - sum(BITS[: level + 1]) for level in range(len(BITS)))
+
+Keys = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """depths: in blocks; bits: of the hash at each of them, 64 in all."""
+
+    depths: tuple[int, ...]
+    bits: tuple[int, ...]
+    shifts: tuple[int, ...] = field(init=False)
+    reached: Counts = field(init=False)  # tokens at each depth, from 0
+    evidence: Counts = field(init=False)  # key bits down to each depth, from 0
+    differs: Keys = field(
+        init=False
+    )  # two keys that agree in all but i depths differ by less than differs[i]
+
+    def __post_init__(self) -> None:
+        sums = list(accumulate(self.bits))
+        assert sums[-1] == 64
+        assert len(self.bits) == len(self.depths)
+        made = {
+            "shifts": tuple(64 - total for total in sums),
+            "reached": np.array([0, *(depth * BLOCK for depth in self.depths)], np.int64),
+            "evidence": np.array([0, *sums], np.int64),
+            "differs": np.array([1 << 64 - total for total in reversed(sums)], np.uint64),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+
+
+CURRENT = 2
+LAYOUTS: Mapping[int, Layout] = {
+    1: Layout((1, 2, 4, 8, 16, 32), (14, 12, 10, 10, 9, 9)),
+    CURRENT: Layout(
+        (1, 2, 4, 6, 8, 10, 12, 15, 18, 22, 26, 32, 40, 48, 60, 76, 100),
+        (8, 6, 4, 4, 4, 4, 4, *(3,) * 10),
+    ),
+}
+SPARE_BITS = 4  # of evidence beyond log2 of the backlog: one neighbour in 16 may be taken for a sharer by chance
 
 _BASE = 0xD1342543DE82EF95  # odd, hence invertible modulo 2^64
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
-_STRIPE = 1 << 14  # tokens whose terms stay in the cache between passes
+_STRIPE = 1 << 14  # tokens (at least one row) whose terms stay in the cache between passes
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
-Keys = npt.NDArray[np.uint64]
 
-
-def prefix_keys(tokens: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64]) -> Keys:
+def prefix_keys(tokens: npt.NDArray[np.uint32], lengths: Counts, *, layout: int = CURRENT) -> Keys:
     """Key of each prompt, uint64 [rows]; `tokens` are all prompts end to end, `lengths` theirs. A depth that
     a prompt does not reach contributes zeros, so it sorts before those that go on."""
-    rows = len(lengths)
-    starts = np.zeros(rows, np.int64)
-    np.cumsum(lengths[:-1], out=starts[1:])
+    rows, by = len(lengths), LAYOUTS[layout]
+    starts = np.zeros(rows + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    keys = np.zeros(rows, np.uint64)
+    levels = int(np.searchsorted(by.reached, lengths.max(initial=0), side="right")) - 1
+    if not levels:
+        return keys
+    sums = np.empty((rows, levels), np.uint64)
     with np.errstate(over="ignore"):
-        sums = _prefix_sums(tokens)
-        undo = _powers(_BASE_INVERSE, len(tokens) + 1)[starts]
-        before = sums[starts]
-        keys = np.zeros(rows, np.uint64)
-        for depth, bits, shift in zip(DEPTHS, BITS, _SHIFTS, strict=True):
-            whole = lengths >= depth * BLOCK
-            if not whole.any():
+        first = 0
+        while first < rows:
+            last = int(np.searchsorted(starts, starts[first] + _STRIPE, side="right")) - 1
+            last = max(last, first + 1)
+            mine = starts[first : last + 1]
+            stripe = tokens[mine[0] : mine[-1]]
+            sums[first:last] = _depth_sums(stripe, mine - mine[0], by.reached[: levels + 1])
+            first = last
+        for level, (bits, shift) in enumerate(zip(by.bits, by.shifts, strict=True)):
+            if level == levels:
                 break
-            ends = np.where(whole, starts + depth * BLOCK, starts)
-            marks = _finish((sums[ends] - before) * undo) >> np.uint64(64 - bits)
+            marks = _finish(sums[:, level]) >> np.uint64(64 - bits)
+            whole = lengths >= by.reached[level + 1]
             keys |= np.where(whole, marks << np.uint64(shift), np.uint64(0))
     return keys
 
 
-def shared_tokens(keys: Keys, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def shared_tokens(keys: Keys, lengths: Counts, *, among: int | None = None) -> Counts:
     """Tokens of each prompt that the one before it in this order has already brought into a cache, to the
-    resolution of DEPTHS; the first gets 0. int64 [rows]."""
+    resolution of the layout; the first gets 0. int64 [rows].
+
+    `among` prompts the order was made (default: these). Neighbours of a long order have equal leading bits by
+    chance, so a depth counts only if more bits vouch for it than chance explains.
+    """
     shared = np.zeros(len(keys), np.int64)
     if len(keys) < 2:
         return shared
-    differing = keys[1:] ^ keys[:-1]
-    reach = np.minimum(lengths[1:], lengths[:-1])
-    for depth, shift in zip(DEPTHS, _SHIFTS, strict=True):
-        same = (differing >> np.uint64(shift)) == 0
-        shared[1:] = np.where(same & (reach >= depth * BLOCK), depth * BLOCK, shared[1:])
+    by = LAYOUTS[CURRENT]
+    equal = len(by.depths) - np.searchsorted(by.differs, keys[1:] ^ keys[:-1], side="right")
+    reach = np.searchsorted(by.reached, np.minimum(lengths[1:], lengths[:-1]), side="right") - 1
+    level = np.minimum(equal, reach)
+    needed = max(among or len(keys), 1).bit_length() + SPARE_BITS
+    shared[1:] = np.where(by.evidence[level] >= needed, by.reached[level], 0)
     return shared
 
 
@@ -69,20 +126,26 @@ def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return first
 
 
-def _prefix_sums(tokens: npt.NDArray[np.uint32]) -> Keys:
-    """sums[i] = polynomial of tokens[:i]; every token is mixed first, since small ids would leave the low bits
-    of the sum nearly constant."""
-    sums = np.zeros(len(tokens) + 1, np.uint64)
-    powers = _powers(_BASE, len(tokens))
-    for start in range(0, len(tokens), _STRIPE):
-        terms = tokens[start : start + _STRIPE].astype(np.uint64)
-        end = start + len(terms)
-        terms += np.uint64(1)
-        terms *= _MIX_1
-        terms ^= terms >> np.uint64(29)
-        terms *= powers[start:end]
-        terms[0] += sums[start]
-        np.cumsum(terms, out=sums[start + 1 : end + 1])
+def _depth_sums(tokens: npt.NDArray[np.uint32], bounds: Counts, reached: Counts) -> Keys:
+    """Polynomial of the first reached[i + 1] tokens of each row, uint64 [rows, len(reached) - 1]; what a row does
+    not reach holds nothing of use. `bounds` are the rows' starts and the end of the last one.
+
+    Every token is mixed first, since small ids would leave the low bits of the sum nearly constant.
+    """
+    count = len(tokens)
+    terms = np.empty(count + 1, np.uint64)
+    terms[count] = 0  # so that the end of the last row is a place, too
+    live = terms[:count]
+    live[:] = tokens
+    live += np.uint64(1)
+    live *= _MIX_1
+    live ^= live >> np.uint64(29)
+    live *= _powers(_BASE, count)
+    starts = bounds[:-1]
+    edges = np.minimum(starts[:, None] + reached, bounds[1:, None])
+    pieces = np.add.reduceat(terms, edges.reshape(-1)).reshape(edges.shape)[:, :-1]
+    sums: Keys = np.cumsum(pieces, axis=1)
+    sums *= _powers(_BASE_INVERSE, count + 1)[starts][:, None]
     return sums
 
 
@@ -95,7 +158,7 @@ _power_tables: dict[int, Keys] = {}
 
 
 def _powers(base: int, count: int) -> Keys:
-    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a batch)."""
+    """base^0 .. base^(count-1) modulo 2^64; tables grow by doubling and are kept (16 B a token of a stripe)."""
     table = _power_tables.get(base, np.ones(1, np.uint64))
     with np.errstate(over="ignore"):
         while len(table) < count:

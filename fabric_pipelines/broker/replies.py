@@ -9,6 +9,7 @@ from typing import Any
 from fabric_pipelines.ledger import Amount, Ledger
 
 PROTOCOL_VERSION = 1
+ACKNOWLEDGED = "acknowledged"  # key of [journal id, LSN] in answers and in requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,35 @@ class VerifyReport:
     tasks: int
     frames: int
     differences: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFrame:
+    """Bytes of `segment` from `offset` on are not what was written. tasks: how many have their row or outcome in
+    that frame; live: how many of them still need it; task_ids: which, as spans."""
+
+    segment: str
+    offset: int
+    lsn: int
+    tasks: int
+    live: int
+    task_ids: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """segments, data frames and bytes are those of the sealed part of the log."""
+
+    ok: bool
+    segments: int
+    frames: int
+    bytes: int
+    damaged: list[DamagedFrame] = field(default_factory=list)
+
+
+def scrub_report(head: Mapping[str, Any]) -> ScrubReport:
+    damaged = [DamagedFrame(**frame) for frame in head["damaged"]]
+    return ScrubReport(**{**head, "damaged": damaged})
 
 
 def as_json(reply: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ import pyarrow.flight as flight
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.owner import TaskUpload
-from fabric_pipelines.broker.replies import SubmissionState, as_json
+from fabric_pipelines.broker.replies import ACKNOWLEDGED, SubmissionState, as_json
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
@@ -37,6 +37,7 @@ from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
 UPLOADS_AHEAD = 8
+SCRUB_BYTES = 8 << 20
 WAIT_MAX_S = 5.0
 
 Head = Mapping[str, Any]
@@ -50,6 +51,7 @@ ROLES: Mapping[str, frozenset[str]] = {
     "submission": ANYONE,
     "status": ANYONE,
     "verify": ANYONE,
+    "scrub": ANYONE,
     "close": frozenset({"producer", "admin"}),
     "attach": CONSUMER,
     "lease": CONSUMER,
@@ -72,6 +74,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "submission": self._submission,
             "status": self._status,
             "verify": self._verify,
+            "scrub": self._scrub,
             "close": self._close,
             "attach": self._attach,
             "lease": self._lease,
@@ -92,6 +95,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         try:
             head, parts = read_message(action.body)
             answer, payload = self._dispatch(action.type, head, parts)
+            answer = {**answer, ACKNOWLEDGED: self._desk.acknowledged}
         except FabricError as fault:
             answer, payload = error_head(fault), ()
         return iter([flight.Result(message(answer, *payload))])
@@ -104,6 +108,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         if role not in allowed:
             raise Refused(f"role {role!r} may not {name}: only {', '.join(sorted(allowed))} may")
         try:
+            if (told := head.get(ACKNOWLEDGED)) is not None:
+                self._desk.require_kept(str(told[0]), int(told[1]))
             canonical_json(head)  # what has no canonical form cannot become a fact
             return act(head, parts)
         except (KeyError, TypeError, ValueError, IndexError) as fault:
@@ -119,6 +125,14 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
     def _verify(self, head: Head, parts: list[memoryview]) -> Reply:
         return self._ask(lambda owner: owner.verify(), Rank.QUESTION)
+
+    def _scrub(self, head: Head, parts: list[memoryview]) -> Reply:
+        """A whole round, in slices, so that others are served in between."""
+        while not self._desk.ask(
+            lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
+        ).result():
+            pass
+        return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
 
     def _drain(self, head: Head, parts: list[memoryview]) -> Reply:
         self._desk.ask(lambda owner: owner.drain(), Rank.QUESTION).result()
@@ -156,7 +170,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ).result()
         if lease is None:
             return {"hold": hold}, ()
-        ipc = to_ipc(lease.to_batch())
+        ipc = to_ipc_part(lease.to_batch())
         return {"hold": hold, "crc32c": crc32c(ipc)}, (ipc,)
 
     def _renew(self, head: Head, parts: list[memoryview]) -> Reply:
@@ -204,7 +218,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 self._desk.news.wait(min(left, 0.25))
         if batch is None:
             return {}, ()
-        ipc = to_ipc(batch)
+        ipc = to_ipc_part(batch)
         return {"crc32c": crc32c(ipc)}, (ipc,)
 
     def _release(self, head: Head, parts: list[memoryview]) -> Reply:
@@ -233,17 +247,17 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             state = self._desk.ask(
                 lambda owner: owner.open_submission(header), Rank.ENQUEUE
             ).result()
-            _answer(writer, state)
+            self._answer(writer, state)
             if not state.closed:
                 self._receive(header, reader, writer)
         except FabricError as fault:
-            _answer(writer, fault)
+            _send(writer, error_head(fault))
             raise as_flight_error(fault) from fault
 
     def _receive(self, header: Submission, reader: Any, writer: Any) -> None:
         """Read ahead of the acknowledgements, which a second thread sends as they become durable."""
         answers: queue.Queue[Future[SubmissionState] | None] = queue.Queue(UPLOADS_AHEAD)
-        acknowledger = _Acknowledger(answers, writer)
+        acknowledger = _Acknowledger(answers, writer, self._answer)
         acknowledger.start()
         try:
             for upload in _uploads(header, reader):
@@ -259,20 +273,26 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         if state is None or state.enqueued < state.tasks:
             return
         submission_id = header.submission_id
-        _answer(
-            writer,
-            self._desk.ask(
-                lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE
-            ).result(),
-        )
+        closed = self._desk.ask(
+            lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE
+        ).result()
+        self._answer(writer, closed)
+
+    def _answer(self, writer: Any, state: SubmissionState) -> None:
+        _send(writer, {**as_json(state), ACKNOWLEDGED: self._desk.acknowledged})
 
 
 class _Acknowledger(threading.Thread):
     """Sends each upload's answer in order; keeps the first error for the reader to find."""
 
-    def __init__(self, answers: queue.Queue[Future[SubmissionState] | None], writer: Any) -> None:
+    def __init__(
+        self,
+        answers: queue.Queue[Future[SubmissionState] | None],
+        writer: Any,
+        answer: Callable[[Any, SubmissionState], None],
+    ) -> None:
         super().__init__(name="broker-acknowledger", daemon=True)
-        self._answers, self._writer = answers, writer
+        self._answers, self._writer, self._answer = answers, writer, answer
         self.fault: FabricError | None = None
         self.last: SubmissionState | None = None
 
@@ -281,11 +301,11 @@ class _Acknowledger(threading.Thread):
             try:
                 self.last = answer.result()
                 if self.fault is None:
-                    _answer(self._writer, self.last)
+                    self._answer(self._writer, self.last)
             except FabricError as fault:
                 if self.fault is None:
                     self.fault = fault
-                    _answer(self._writer, fault)
+                    _send(self._writer, error_head(fault))
 
 
 def _enqueue(upload: TaskUpload) -> Callable[[Any], SubmissionState]:
@@ -322,9 +342,8 @@ def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
         yield TaskUpload(header.submission_id, first_row, batch, columns)
 
 
-def _answer(writer: Any, answer: SubmissionState | FabricError) -> None:
+def _send(writer: Any, head: Head) -> None:
     """A producer that is gone gets no answer and needs none: what it sent is safe, and it can ask again."""
-    head = error_head(answer) if isinstance(answer, FabricError) else as_json(answer)
     try:
         writer.write(json.dumps(head).encode())
     except (flight.FlightError, pa.ArrowException, OSError):

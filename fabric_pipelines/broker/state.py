@@ -24,6 +24,10 @@ from fabric_pipelines.broker.accounts import (
     STATE_NAMES,
     STATES,
     Accounts,
+    add_counts,
+    add_sums,
+    distinct,
+    has_repeats,
     recount,
 )
 from fabric_pipelines.broker.facts import (
@@ -43,7 +47,7 @@ from fabric_pipelines.broker.facts import (
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
-from fabric_pipelines.broker.lanes import Lane, Step, key_of, shapes
+from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
 from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
@@ -67,11 +71,12 @@ class BatchColumns:
     key: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, submission: Submission, batch: pa.RecordBatch) -> BatchColumns:
+    def of(cls, submission: Submission, batch: pa.RecordBatch, rule: int = RULE) -> BatchColumns:
         prompt = token_counts(batch)
         new = batch.column("max_new_tokens").to_numpy().astype(np.int64)
         tokens = batch.column("tokens").flatten().to_numpy()
-        return cls(prompt, new, shapes(submission, prompt, new), prefix_keys(tokens, prompt))
+        shape = shapes(submission, prompt, new, rule)
+        return cls(prompt, new, shape, prefix_keys(tokens, prompt, layout=rule))
 
 
 @dataclass(slots=True)
@@ -179,7 +184,7 @@ class State:
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
         record = self.by_submission[fact.submission_id]
-        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc))
+        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc), fact.rule)
         if fact.base != self.index.count or len(columns.prompt) != fact.rows:
             raise BalanceBroken(
                 f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "
@@ -195,7 +200,7 @@ class State:
         index.new[new] = np.minimum(columns.new, np.iinfo(np.int32).max)
         index.key[new] = columns.key
         self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
-        np.add.at(self.engine_ready, self.lane_engine.view[lanes], 1)
+        add_counts(self.engine_ready, self.lane_engine.view[lanes], 1)
         self.submission_tasks[(0, READY + 1), record.index] += fact.rows
         record.rows += fact.rows
         record.tokens += int(columns.prompt.sum())
@@ -250,13 +255,14 @@ class State:
         self.index.done_frames.append(lsn)
         self.computed_padded_tokens += fact.padded_tokens
         again = fact.verdicts == Verdict.RETRY
-        back, done = fact.tasks[again], fact.tasks[~again]
+        rows = np.flatnonzero(~again)
+        back, done = fact.tasks[again], fact.tasks[rows]
         self._end_lease(fact.tasks)
         self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
-        self.index.verdict[done] = fact.verdicts[~again]
+        self.index.verdict[done] = fact.verdicts[rows]
         self.index.done[done] = frame
-        self.index.done_row[done] = np.flatnonzero(~again)
-        self.index.output[done] = fact.output_tokens[~again]
+        self.index.done_row[done] = rows
+        self.index.output[done] = fact.output_tokens[rows]
         effects.computed = done
         if len(back):
             self._move(back, (LEASED, IN_DOUBT), READY, "COMPUTED")
@@ -295,14 +301,14 @@ class State:
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
         self.index.lease[tasks] = -1
-        for lease_id, count in zip(
-            *np.unique(leases[leases >= 0], return_counts=True), strict=True
-        ):
-            lease = self.leases[int(lease_id)]
-            lease.open -= int(count)
+        for lease_id in distinct(leases).tolist():
+            if lease_id < 0:
+                continue
+            lease = self.leases[lease_id]
+            lease.open -= int(np.count_nonzero(leases == lease_id))
             if not lease.open:
-                del self.leases[int(lease_id)]
-                self.session_leases[lease.session].discard(int(lease_id))
+                del self.leases[lease_id]
+                self.session_leases[lease.session].discard(lease_id)
 
     def _settled(self, fact: Settled) -> None:
         tasks = fact.tasks
@@ -311,8 +317,8 @@ class State:
             self.reasons.pop(int(task), None)
         if not fact.dead:
             records = self.index.submission[tasks]
-            np.add.at(self.retired_tokens, records, self.index.prompt[tasks])
-            np.add.at(self.output_tokens, records, self.index.output[tasks])
+            add_sums(self.retired_tokens, records, self.index.prompt[tasks])
+            add_sums(self.output_tokens, records, self.index.output[tasks])
 
     def _started(self) -> None:
         leased = self.in_state(LEASED)
@@ -353,16 +359,18 @@ class State:
             return
         index = self.index
         states = index.state[tasks]
-        for source in np.unique(states).tolist():
+        sources = distinct(states).tolist()
+        for source in sources:
             if source not in allowed:
                 at = int(tasks[int(np.argmax(states == source))])
                 raise BalanceBroken(
                     f"a {fact} fact names task sequence {at}, which is {STATE_NAMES[source]}"
                 )
-        if len(np.unique(tasks)) != len(tasks):
+        if has_repeats(tasks):
             raise BalanceBroken(f"a {fact} fact names a task twice")
-        for source in np.unique(states).tolist():
-            self._move_uniform(tasks[states == source], source, target)
+        for source in sources:
+            mine = tasks if len(sources) == 1 else tasks[states == source]
+            self._move_uniform(mine, source, target)
         index.state[tasks] = target
         self._require_balance(index.lane[tasks])
 
@@ -371,11 +379,11 @@ class State:
         lanes, records = index.lane[tasks], index.submission[tasks]
         prompt = index.prompt[tasks].astype(np.int64)
         self.accounts.move(lanes, self.task_ids(tasks), prompt, source, target)
-        np.subtract.at(self.submission_tasks[source + 1], records, 1)
-        np.add.at(self.submission_tasks[target + 1], records, 1)
+        add_counts(self.submission_tasks[source + 1], records, -1)
+        add_counts(self.submission_tasks[target + 1], records, 1)
         if READY in (source, target):
             change = 1 if target == READY else -1
-            np.add.at(self.engine_ready, self.lane_engine.view[lanes], change)
+            add_counts(self.engine_ready, self.lane_engine.view[lanes], change)
 
     def _require_balance(self, lanes: npt.NDArray[np.int32]) -> None:
         for at in self.accounts.unbalanced(lanes):

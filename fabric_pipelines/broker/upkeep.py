@@ -7,7 +7,7 @@ that leans on it, the DROP before the journal gives a segment up, and only then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -243,14 +243,3 @@ class Upkeep:
             "first_lsn": self.journal.first_lsn,
             "segments": len(self.journal.holdings),
         }
-
-
-def spans_of(numbers: Sequence[int]) -> str:
-    """ "3, 5-9" of ascending numbers."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)

@@ -54,7 +54,7 @@ from fabric_pipelines.errors import (
     as_line,
     storage_failed,
 )
-from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings
+from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
 DATABASE = "fabric"
 RECOVERY_S = 120.0
@@ -124,8 +124,8 @@ class EmbeddedPostgres:
 
     @classmethod
     def of(cls, settings: Settings, *, say: Say = lambda line: None) -> EmbeddedPostgres:
-        for folder in (settings.home, settings.runtime_dir):
-            make_folder(folder)  # before the question who can reach it
+        make_folder(settings.home)  # before the question who can reach it
+        make_runtime_folder(settings.runtime_dir)
         return cls(place(settings), log=settings.log_dir / "postgres-server.log", say=say)
 
     @property

@@ -242,12 +242,14 @@ class Journal:
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
+        spare_last: bool = False,
     ) -> int:
         """Put a frame into the open group and return its LSN; durable only once `commit` returned.
 
         The buffers are kept, not copied: leave them alone until then. Raises StorageFailed with nothing
         appended, and goes on working, when the disk has no room for the next segment. An `essential` frame (one that
-        frees space in the end) may use the half segment that is kept from the others.
+        frees space in the end) may use the half segment that is kept from the others, with `spare_last` all of
+        it but the last eighth of the segment.
         """
         self._require_working()
         assert 0 < kind <= DATA_KIND_MAX, f"frame kind {kind} belongs to the journal itself"
@@ -255,7 +257,8 @@ class Journal:
         parts = tuple(memoryview(part).cast("B") for part in several)
         crc, length = payload_crc(parts)
         pending = _Pending(kind, schema_id, rows, time_us, length, crc, parts)
-        self._make_room(self._group_bytes + pending.frame_bytes, essential)
+        share = (7 / 8 if spare_last else 1.0) if essential else 1 / 2
+        self._make_room(self._group_bytes + pending.frame_bytes, share)
         lsn = self.next_lsn
         self._group.append(pending)
         self._group_bytes += pending.frame_bytes
@@ -452,8 +455,9 @@ class Journal:
         segment = segment or self._segments[-1]
         return segment.end + size + CONTROL_FRAME_BYTES <= segment.size
 
-    def _make_room(self, group_bytes: int, essential: bool) -> None:
-        """See to it that a group of so many bytes can be written, if need be by preparing a segment now."""
+    def _make_room(self, group_bytes: int, share: float) -> None:
+        """See to it that a group of so many bytes can be written, if need be by preparing a segment now. Without
+        a spare one, only within that share of the segment."""
         size = group_bytes + CONTROL_FRAME_BYTES
         most = self.segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
         if size > most:
@@ -462,8 +466,8 @@ class Journal:
                 "often or raise segment_bytes"
             )
         active = self._segments[-1]
-        in_first_half = active.end + size <= active.size // 2
-        if self._spare is None and not (self._fits(size) and (essential or in_first_half)):
+        within = share == 1.0 or active.end + size <= active.size * share
+        if self._spare is None and not (self._fits(size) and within):
             self._spare = self._prepare()
 
     def _prepare(self) -> _Spare:

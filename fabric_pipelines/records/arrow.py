@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import pyarrow as pa
 
 from fabric_pipelines.errors import SchemaError
+
+STREAM_BYTES = 64  # marks, padding and the end of a stream, around its two messages
 
 
 def require_schema(batch: pa.RecordBatch | pa.Table, schema: pa.Schema, what: str) -> None:
@@ -35,10 +38,19 @@ def require_schema(batch: pa.RecordBatch | pa.Table, schema: pa.Schema, what: st
 def to_ipc(batch: pa.RecordBatch) -> bytes:
     """One self-contained Arrow IPC stream (schema, then the batch). A slice is compacted first, so that no
     bytes of its parent travel along."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return bytes(sink.getvalue())
+    return bytes(to_ipc_part(batch))
+
+
+def to_ipc_part(batch: pa.RecordBatch) -> memoryview:
+    """As `to_ipc`, for bytes that are only passed on: written once, into room of the right size. A stream that
+    grows, and bytes made of it, would each be one more copy of megabytes."""
+    room = pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + STREAM_BYTES
+    buffer = pa.allocate_buffer(room)
+    with pa.FixedSizeBufferWriter(buffer) as sink:
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        size = sink.tell()
+    return memoryview(buffer)[:size].toreadonly()
 
 
 def read_ipc(data: Any) -> pa.RecordBatch:
@@ -61,4 +73,7 @@ def from_ipc(data: Any) -> pa.RecordBatch:
 
 def crc32c(data: Any) -> int:
     """CRC32C (Castagnoli, RFC 3720) of a bytes-like object."""
-    return int(google_crc32c.value(bytes(data) if not isinstance(data, bytes) else data))
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    view = np.frombuffer(data, np.uint8) if len(data) else b""  # the C function takes no memoryview
+    return int(google_crc32c.value(view))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fabric_pipelines.errors import StorageFailed
-from fabric_pipelines.settings import Settings
+from fabric_pipelines.settings import Settings, make_runtime_folder
 
 MARK_NAME = "FABRIC_SUPERVISED"
 
@@ -77,7 +77,7 @@ class Place:
 
     def make(self) -> None:
         try:
-            self.runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_runtime_folder(self.runtime_dir)
             self.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
             raise StorageFailed(

@@ -18,6 +18,7 @@ from pathlib import Path
 from fabric_pipelines.dataplane.postgres import place
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed
 from fabric_pipelines.settings import Settings
+from fabric_pipelines.supervise.control import down
 from fabric_pipelines.supervise.place import Place
 
 OWN_NAMES = (
@@ -51,8 +52,17 @@ def require_idle(settings: Settings) -> None:
         )
 
 
+def empty(settings: Settings) -> Contents:
+    """Remove what the fabric made; returns what that was."""
+    down(settings)  # what a killed supervisor left behind
+    with _alone(settings):
+        found = contents(settings)
+        remove(found)
+    return found
+
+
 @contextmanager
-def alone(settings: Settings) -> Iterator[None]:
+def _alone(settings: Settings) -> Iterator[None]:
     """While it lasts no `fabric up` can start on the home; AlreadyRunning if a process that somebody started by
     hand holds anything in it."""
     supervisor = Place.of(settings)

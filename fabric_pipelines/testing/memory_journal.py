@@ -26,12 +26,13 @@ class MemoryJournal:
     broken: bool = False
     commits: int = 0
     _durable: list[Frame] = field(default_factory=list)
+    _written: list[Frame] = field(default_factory=list)
     _group: list[Frame] = field(default_factory=list)
     _stopped: bool = False
 
     @property
     def next_lsn(self) -> int:
-        return len(self._durable) + len(self._group) + 1
+        return len(self._durable) + len(self._written) + len(self._group) + 1
 
     @property
     def first_lsn(self) -> int:
@@ -46,7 +47,8 @@ class MemoryJournal:
 
     @property
     def bytes_used(self) -> int:
-        return sum(len(frame.payload) for frame in (*self._durable, *self._group))
+        held = (*self._durable, *self._written, *self._group)
+        return sum(len(frame.payload) for frame in held)
 
     def append(
         self,
@@ -57,6 +59,7 @@ class MemoryJournal:
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
+        spare_last: bool = False,
     ) -> int:
         self._require_working()
         if self.full and not essential:
@@ -68,12 +71,22 @@ class MemoryJournal:
         return lsn
 
     def commit(self) -> int:
+        self.write()
+        return self.sync()
+
+    def write(self) -> int:
+        self._require_working()
+        self._written += self._group
+        self._group = []
+        return self.durable_lsn + len(self._written)
+
+    def sync(self) -> int:
         self._require_working()
         if self.broken:
             self._stopped = True
             raise StorageFailed("the memory journal failed its fsync")
-        self._durable += self._group
-        self._group = []
+        self._durable += self._written
+        self._written = []
         self.commits += 1
         return self.durable_lsn
 
@@ -87,9 +100,10 @@ class MemoryJournal:
 
     def read(self, lsn: int) -> Frame:
         self._require_working()
-        if not 1 <= lsn <= self.durable_lsn:
+        held = [*self._durable, *self._written] if self._written else self._durable
+        if not 1 <= lsn <= len(held):
             raise UsageError(f"LSN {lsn} is not in the journal")
-        return self._durable[lsn - 1]
+        return held[lsn - 1]
 
     def view(self, lsn: int) -> tuple[Frame, bool]:
         return self.read(lsn), False

@@ -23,7 +23,7 @@ from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.clock import SYSTEM_CLOCK
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.records.manifest import EngineManifest
-from fabric_pipelines.settings import Settings
+from fabric_pipelines.settings import Settings, make_runtime_folder
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.registry import construct_engine
@@ -69,6 +69,7 @@ def run_worker(
 ) -> dict[str, Any]:
     """Run until SIGTERM or SIGINT (or until nothing is ready); returns the counters of the exit line."""
     require_manifest(engine, device)
+    make_runtime_folder(settings.runtime_dir)
     with (
         DeviceLock(device, engine.name, settings.runtime_dir),
         _opened(engine),

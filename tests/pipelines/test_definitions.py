@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import dagster as dg
 
 from fabric_pipelines.definitions import OWNER, build_defs
 from fabric_pipelines.workloads.catalogue import WORKLOADS
+from tests.support import skip_or_fail
 
 LINEAGE = """
 embeddings/results <- embeddings/submission
@@ -43,6 +46,24 @@ def test_the_location_loads() -> None:
     defs = build_defs()
     dg.Definitions.validate_loadable(defs)
     assert defs.get_repository_def().name
+
+
+def test_dg_checks_the_definitions_from_the_checkout_with_no_setting() -> None:
+    """A new reader's first command: no DAGSTER_HOME, no FABRIC_ variable, no flag."""
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
+    dg_cli = Path(sys.executable).with_name("dg")
+    if not dg_cli.exists():
+        skip_or_fail("dagster-dg-cli is not installed: pip install -e '.[dev]'")
+    done = subprocess.run(
+        [str(dg_cli), "check", "defs"],
+        cwd=Path(__file__).parents[2],
+        env=kept,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "All definitions loaded successfully" in done.stdout + done.stderr
 
 
 def test_lineage_is_the_one_on_record() -> None:

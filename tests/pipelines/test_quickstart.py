@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
 import dagster as dg
 import pytest
 
 from assets.automation import RESULTS_TAG
 from assets.lineage import latest, results_key, submission_key
-from fabric_pipelines import models, supervise
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import MissingDependency, SourceUnreachable
 from fabric_pipelines.ledger import ZERO
 from fabric_pipelines.quickstart import RUN_TAGS
-from fabric_pipelines.settings import Settings, load
 from fabric_pipelines.workloads.corpus import BOOKS
-from tests.support import skip_or_fail
+from tests.support_quickstart import Demo
 
 pytestmark = pytest.mark.slow
 
@@ -39,53 +25,9 @@ CONTRACT = {
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
-@dataclass
-class Demo:
-    """A working folder with its own home; what quickstart reported there, first and second time."""
-
-    folder: Path
-    settings: Settings
-    reports: list[dict[str, Any]] = field(default_factory=list)
-
-    def quickstart(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "fabric_pipelines.cli", "quickstart", "--json"],
-            cwd=self.folder,
-            env={**os.environ, **self.settings.as_environment()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        self.reports.append(json.loads(done.stdout))
-
-    def instance(self) -> dg.DagsterInstance:
-        return dg.DagsterInstance.from_config(str(self.settings.dagster_home))
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Demo]:
-    """Run once with nothing running, then again beside services that stay up for the tests."""
-    # short, and open to the server's own user: pytest's tmp_path is neither
-    folder = Path(tempfile.mkdtemp(prefix="fabric-quick-"))
-    folder.chmod(0o755)
-    flags = {"home": folder / "home", "models": os.environ.get("FABRIC_MODELS")}
-    settings = load(flags, environ={}, folder=folder)
-    try:
-        for name in models.MODELS:
-            models.pull(name, settings.models)
-    except (SourceUnreachable, MissingDependency) as fault:
-        skip_or_fail(str(fault))
-    demo = Demo(folder, settings)
-    demo.quickstart()
-    assert not supervise.state(settings).running, "quickstart left its services running"
-    supervise.up(settings, ui=False)
-    try:
-        demo.quickstart()
-        yield demo
-    finally:
-        supervise.down(settings)
-        shutil.rmtree(folder)
+@pytest.fixture
+def demo(quickstarted: Demo) -> Demo:
+    return quickstarted
 
 
 def test_the_report_keeps_its_contract_and_loses_nothing(demo: Demo) -> None:
@@ -113,6 +55,7 @@ def test_the_model_spoke_and_the_probe_found_what_words_cannot_tell(demo: Demo) 
 
 def test_running_it_again_submits_nothing_and_builds_nothing(demo: Demo) -> None:
     first, second = demo.reports
+    assert (first["tasks_ran"], second["tasks_ran"]) == (first["tasks"], 0)
     same = ("receipt_id", "tokens_in", "tokens_out", "tasks", "rows_landed", "verifier_pass_rate")
     assert [first[name] for name in same] == [second[name] for name in same]
     with BrokerClient(demo.settings.broker_endpoint, role="producer") as client:

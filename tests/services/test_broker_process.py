@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from fabric_pipelines.broker.wire import from_flight_error
 from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
+    CorruptionFound,
     NotAttached,
     Refused,
     SchemaError,
@@ -495,3 +497,133 @@ def test_without_a_broker_the_error_says_so(tmp_path: Path) -> None:
         pytest.raises(BrokerUnavailable, match="fabric up"),
     ):
         client.hello()
+
+
+def test_a_journal_that_lost_acknowledged_work_is_found_out_by_its_client(broker: Broker) -> None:
+    """Its folder was put back from an older copy: whole in itself, and not what the client was promised."""
+    batches = [tasks_of([20] * 3)]
+    folder = broker.settings.journal_dir
+    with broker.client("producer") as producer:
+        producer.submit(submission_of(batches, 1), batches)
+        broker.end(signal.SIGTERM)
+        shutil.copytree(folder, folder.with_suffix(".copy"))
+        broker.start()
+        producer.submit(submission_of(batches, 2), batches)
+        broker.kill()
+        shutil.rmtree(folder)
+        folder.with_suffix(".copy").rename(folder)
+        broker.start()
+        for _ in range(2):
+            with pytest.raises(CorruptionFound, match="acknowledged work was lost"):
+                producer.status()
+        with pytest.raises(CorruptionFound, match="restore the journal folder"):
+            producer.submit(submission_of(batches, 2), batches)
+    with broker.client("producer") as stranger:
+        assert stranger.submit(submission_of(batches, 2), batches).closed
+
+
+def test_a_scrub_through_the_socket_names_segment_and_tasks(broker: Broker) -> None:
+    batches = [tasks_of([1000] * 100, seed=at) for at in range(6)]
+    with broker.client("admin") as admin, broker.client("producer") as producer:
+        producer.submit(submission_of(batches, 1), batches)
+        report = admin.scrub()
+        assert report.ok
+        assert report.segments >= 1
+        first = min(broker.settings.journal_dir.glob("*.segment"))
+        with first.open("r+b") as file:
+            file.seek(300_000)
+            byte = file.read(1)[0]
+            file.seek(300_000)
+            file.write(bytes([byte ^ 1]))
+        report = admin.scrub()
+        assert not report.ok
+        (frame,) = report.damaged
+        assert frame.segment == first.name
+        assert frame.live > 0
+        assert re.fullmatch(r"\d+-\d+", frame.task_ids)
+        assert first.name in admin.status().fault
+
+
+def test_a_full_broker_is_emptied_and_takes_tasks_again(broker: Broker) -> None:
+    broker.kill()
+    flags = {
+        "home": broker.settings.home,
+        "segment_bytes": 1 << 18,
+        "journal_high_water_bytes": 1 << 20,
+        "checkpoint_bytes": 1 << 19,
+        "lease_ms": 5_000,
+    }
+    broker.settings = settings.load(flags, {})
+    broker.start()
+    mark = 0
+    with broker.client("producer") as producer:
+        while taken(producer, *submission_with(mark)):
+            mark += 1
+        with pytest.raises(Backpressure):
+            producer.submit(*submission_with(mark))
+        finish_everything(broker)
+        last = submission_with(mark)
+        eventually(lambda: taken(producer, *last), within_s=10, what="room below the mark")
+    with broker.client("admin") as admin:
+        status = admin.status()
+        assert status.counters["segments_dropped"] >= 1
+        assert admin.verify().ok
+    broker.kill()
+    broker.start()
+    with broker.client("admin") as admin:
+        assert admin.verify().ok
+        assert admin.status().total.enqueued.tasks == 20 * (mark + 1)
+
+
+def submission_with(mark: int) -> tuple[Submission, list[pa.RecordBatch]]:
+    batches = [tasks_of([1000] * 20, seed=mark)]
+    return submission_of(batches, mark), batches
+
+
+def taken(producer: BrokerClient, header: Submission, batches: list[pa.RecordBatch]) -> bool:
+    try:
+        return producer.submit(header, batches).closed
+    except (Backpressure, StorageFailed):
+        return False
+
+
+TMPFS_BYTES = 6 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root; the simulated disk covers the rest")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this root may not mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_lets_acks_and_retirements_through_and_recovers(
+    broker: Broker, small_disk: Path
+) -> None:
+    broker.kill()
+    flags = {"home": small_disk / "home", "segment_bytes": 1 << 20, "lease_ms": 5_000}
+    broker.settings = settings.load(flags, {})
+    broker.start()
+    with broker.client("producer") as producer:
+        mark = 0
+        while taken(producer, *submission_with(mark)):
+            mark += 1
+        with pytest.raises(StorageFailed, match="full"):
+            producer.submit(*submission_with(mark))
+        finish_everything(broker)
+        again = submission_with(mark)
+        eventually(lambda: taken(producer, *again), within_s=10, what="room on the disk")
+    with broker.client("admin") as admin:
+        assert admin.verify().ok
+        assert admin.status().counters["segments_dropped"] >= 1
+    broker.kill()
+    broker.start()
+    with broker.client("admin") as admin:
+        assert admin.verify().ok
+    broker.kill()

@@ -24,11 +24,14 @@ from hypothesis.stateful import (
     rule,
 )
 
+from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.ids import sequence_of, task_id
 from fabric_pipelines.ledger import Amount
 from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.testing.sim_disk import SimDisk
 from tests.support_broker import EMBED, GENERATE, Bench, ids_of, submission_of, tasks_of
+from tests.support_broker_disk import DiskBench
 
 SESSIONS = ("w1", "w2", "w3")
 ATTEMPTS_MAX = 2
@@ -69,9 +72,13 @@ def batches_of(mark: int) -> list[Any]:
 class BrokerMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
 
+    def make_bench(self) -> Bench:
+        return Bench(Limits(lease_s=LEASE_S, attempts_max=ATTEMPTS_MAX))
+
     @initialize()
     def begin(self) -> None:
-        self.bench = Bench(Limits(lease_s=LEASE_S, attempts_max=ATTEMPTS_MAX))
+        self.bench = self.make_bench()
+        self.incarnation = self.bench.owner.core.state.incarnation
         self.twin = Twin()
         self.attached: dict[str, float] = {}
         self.grace_s = 0.0
@@ -94,7 +101,9 @@ class BrokerMachine(RuleBasedStateMachine):
             self.bench.upload(header, first, batch)
             known = self.twin.uploaded.get(mark, 0)
             for row in batch.to_pylist()[max(known - first, 0) :]:
-                self.twin.tasks[task_id(7, len(self.twin.tasks))] = TwinTask(tuple(row["tokens"]))
+                self.twin.tasks[task_id(self.incarnation, len(self.twin.tasks))] = TwinTask(
+                    tuple(row["tokens"])
+                )
             first += batch.num_rows
             self.twin.uploaded[mark] = max(known, first)
         if self.twin.uploaded.get(mark) == header.tasks:
@@ -288,6 +297,40 @@ TestBroker = BrokerMachine.TestCase
 TestBroker.settings = settings(
     max_examples=40,
     stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+class UpkeepMachine(BrokerMachine):
+    """The same over a journal on a simulated disk, whose front is cleared and copied forward all the time."""
+
+    def make_bench(self) -> Bench:
+        limits = Limits(lease_s=LEASE_S, attempts_max=ATTEMPTS_MAX)
+        return DiskBench(limits, ops=SimDisk(), segment_bytes=5 * 4096, high_water=1 << 17)
+
+    @rule(ticks=st.integers(1, 6), hurry=st.booleans())
+    def keep_up(self, ticks: int, hurry: bool) -> None:
+        upkeep = self.bench.owner.upkeep
+        assert upkeep is not None
+        if hurry:
+            self.bench.owner.commit()
+            self.bench.owner.journal.roll()  # type: ignore[attr-defined]
+            upkeep._share = space.UNDER_PRESSURE
+        upkeep.begin_checkpoint()
+        for _ in range(ticks):
+            upkeep.tick()
+        self.commit()
+
+    @rule()
+    def verify(self) -> None:
+        assert self.bench.owner.verify().differences == []
+
+
+TestBrokerWithUpkeep = UpkeepMachine.TestCase
+TestBrokerWithUpkeep.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from fabric_pipelines import settings
-from fabric_pipelines.errors import SettingsError
+from fabric_pipelines.errors import Refused, SettingsError
 
 
 def test_each_source_beats_the_next(tmp_path: Path) -> None:
@@ -69,3 +71,41 @@ def test_a_deep_home_gets_a_short_runtime_folder(tmp_path: Path) -> None:
 )
 def test_a_password_is_never_shown(url: str, shown: str) -> None:
     assert settings.redact(url) == shown
+
+
+def test_a_space_or_a_comma_in_the_home_moves_only_the_sockets(tmp_path: Path) -> None:
+    for name in ("a b", "a,b", "a%20b", "ü"):
+        made = settings.load({"home": tmp_path / name}, {}, tmp_path)
+        assert settings.PLAIN_PATH.fullmatch(str(made.runtime_dir))
+        assert made.journal_dir == tmp_path / name / "journal"
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as in a container: no passwd entry
+    with pytest.raises(SettingsError, match="set HOME or FABRIC_MODELS"):
+        settings.load({}, {}, tmp_path)
+
+
+def test_a_folder_in_the_place_of_fabric_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fabric.toml").mkdir()
+    with pytest.raises(SettingsError, match=r"fabric\.toml cannot be read"):
+        settings.load({}, {}, tmp_path)
+
+
+def test_a_runtime_folder_that_another_user_could_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    settings.make_runtime_folder(shared / "mine")
+    assert stat.S_IMODE((shared / "mine").stat().st_mode) == 0o700
+    settings.make_runtime_folder(shared / "mine")
+
+    (shared / "open").mkdir()
+    (shared / "open").chmod(0o777)
+    (shared / "link").symlink_to(shared / "mine")
+    for planted in ("open", "link"):
+        with pytest.raises(Refused, match="only this user may write to"):
+            settings.make_runtime_folder(shared / planted)

@@ -12,8 +12,10 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.broker import snapshot
-from fabric_pipelines.broker.state import State
-from fabric_pipelines.errors import Backpressure, CorruptionFound
+from fabric_pipelines.broker.index import COLUMNS
+from fabric_pipelines.broker.lanes import Lane
+from fabric_pipelines.broker.state import State, SubmissionRecord
+from fabric_pipelines.errors import Backpressure, BalanceBroken, CorruptionFound
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, ids_of, submission_of, tasks_of
 from tests.support_broker_disk import DiskBench
@@ -189,7 +191,7 @@ def test_live_rows_of_a_mostly_dead_front_are_copied_forward_under_their_ids(
     header = submission_of([slow], 99, engine="slow@engine")
     bench.submit(header, [slow])
     first_id = bench.owner.submission(header.submission_id).first_task_id  # type: ignore[union-attr]
-    for mark in range(8):
+    for mark in range(10):
         work(bench, mark, land=20)
         bench.checkpoint()
         if mark == 4:
@@ -326,3 +328,124 @@ def test_a_full_disk_delays_a_checkpoint_and_harms_nothing(bench: DiskBench) -> 
     upkeep._checkpoints._ops = bench.ops
     bench.checkpoint()
     assert upkeep.counters["checkpoints"] == 1
+
+
+# -- scrub
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+def test_the_background_scrub_comes_round_a_slice_at_a_time(bench: DiskBench) -> None:
+    for mark in range(3):
+        work(bench, mark)
+    bench.settle()
+    counters = bench.owner.scrubbing.counters  # type: ignore[union-attr]
+    assert counters["scrub_rounds"] >= 2
+    assert counters["scrubbed_bytes"] > 2 * (1 << 16)
+    assert bench.owner.scrub_report().ok
+
+
+def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasing(
+    bench: DiskBench,
+) -> None:
+    batch = tasks_of([100] * 10, seed=5)
+    state = bench.submit(submission_of([batch], 50, engine="slow@engine"), [batch])
+    for mark in range(3):
+        work(bench, mark)
+    segment = bench.disk._segments[0]
+    lsn = int(bench.owner.core.state.index.frames.view[0])
+    flip(segment.path, segment.offsets[lsn - segment.first_lsn] + 700)
+    bench.settle()
+    (frame,) = bench.owner.scrub_report().damaged
+    first = state.first_task_id
+    assert (frame.segment, frame.lsn) == (segment.path.name, lsn)
+    assert (frame.tasks, frame.task_ids) == (10, f"{first}-{first + 9}")  # type: ignore[operator]
+    assert frame.live == 10
+    with pytest.raises(BalanceBroken, match=segment.path.name):
+        bench.lease()
+
+
+def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: DiskBench) -> None:
+    for mark in range(4):
+        work(bench, mark)
+        drain(bench)
+    segment = bench.disk._segments[0]
+    flip(segment.path, segment.offsets[1] + 700)
+    bench.settle()
+    (frame,) = bench.owner.scrub_report().damaged
+    assert (frame.segment, frame.tasks, frame.live) == (segment.path.name, 10, 0)
+    assert bench.owner.core.fault == ""
+    bench.checkpoint()
+    assert bench.owner.scrub_report().ok
+    assert bench.owner.verify().differences == []
+
+
+def test_a_caller_that_was_acknowledged_more_than_the_journal_holds_is_told(
+    bench: DiskBench,
+) -> None:
+    work(bench)
+    journal_id, durable = bench.disk.journal_id, bench.disk.durable_lsn
+    bench.owner.require_kept(journal_id, durable)
+    bench.owner.require_kept("of another", durable + 5)
+    with pytest.raises(CorruptionFound, match=f"ends at LSN {durable}.*up to {durable + 1}"):
+        bench.owner.require_kept(journal_id, durable + 1)
+
+
+def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) -> None:
+    """What a worker holds is safe with it; what has landed must be written down, or nothing ever frees space."""
+    batch = tasks_of([10] * 400)
+    bench.submit(submission_of([batch]), [batch])
+    bench.attach()
+    full = {"on": True}
+
+    class Full:
+        def __getattr__(self, name: str) -> object:
+            return getattr(bench.ops, name)
+
+        def fallocate(self, fd: int, size: int) -> None:
+            if full["on"]:
+                raise OSError(28, "no space")
+            bench.ops.fallocate(fd, size)
+
+    bench.disk._ops = Full()  # type: ignore[assignment]
+
+    def refused() -> bool:
+        try:
+            bench.finish(lease)
+        except Backpressure:
+            return True
+        return False
+
+    lease = bench.lease(budget=Budget(10, 1 << 20, None))
+    assert lease is not None
+    while not refused():
+        lease = bench.lease(budget=Budget(10, 1 << 20, None))
+        assert lease is not None
+    waiting = lease
+    with pytest.raises(Backpressure, match="outcomes wait"):
+        bench.finish(waiting)
+    landed = bench.pull()
+    assert bench.retire(landed) == len(landed) >= 10
+    assert bench.lease(budget=Budget(2, 1 << 20, None)) is not None
+    full["on"] = False
+    assert bench.finish(waiting).accepted == 10
+    assert bench.owner.verify().differences == []
+
+
+def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
+    """A new field of the state must be saved, or named here as derived."""
+    derived = {"by_submission", "session_leases", "lane_of"}
+    saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
+    saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
+    saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames"}
+    assert set(vars(State(1))) == saved | derived
+    index = {"count", "_capacity", "base", "frames", "done_frames", "moved", *COLUMNS}
+    assert set(vars(State(1).index)) == index
+    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
+    assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting"}
+    record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
+    assert set(SubmissionRecord.__dataclass_fields__) == record

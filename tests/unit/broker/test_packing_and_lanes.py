@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_pipelines.broker.accounts import READY, Accounts
-from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step, key_of, shapes
-from fabric_pipelines.broker.packing import guided, pack
+from fabric_pipelines.broker.lanes import (
+    QUANTUM_TOKENS,
+    Lane,
+    LaneQueue,
+    Step,
+    key_of,
+    shapes,
+)
+from fabric_pipelines.broker.packing import guided, merge, pack
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, submission_of, tasks_of
 
@@ -77,10 +86,42 @@ def _cuts(lengths: npt.NDArray[np.int64], size: int) -> list[npt.NDArray[np.int6
     return [lengths[i : i + size] for i in range(0, len(lengths), size)]
 
 
-def test_generation_lanes_know_no_prompt_length() -> None:
+def test_generation_has_one_lane_and_by_the_old_rule_one_per_output_class() -> None:
     header = submission_of([tasks_of([1])])
-    found = shapes(header, np.array([3, 900, 70]), np.array([16, 16, 100]))
-    assert found.tolist() == [16, 16, 128]
+    lengths, caps = np.array([3, 900, 70]), np.array([16, 16, 100])
+    assert shapes(header, lengths, caps).tolist() == [0, 0, 0]
+    assert shapes(header, lengths, caps, rule=1).tolist() == [16, 16, 128]
+
+
+def test_a_shared_prefix_counts_once_a_group() -> None:
+    prompt, new = np.full(6, 100), np.full(6, 10)
+    shared = np.array([0, 96, 96, 0, 96, 96])
+    budget = Budget(sequences=64, tokens=10_000, kv_tokens=250)
+    assert pack(prompt, new, budget) == 2
+    assert pack(prompt, new, budget, shared=shared) == 4  # 110 + 14 + 14 + 110
+
+
+def merge_plainly(prompt: list[int], first: int, budget: Budget, padded: int, waste: float) -> int:
+    """The slow twin: the largest batch of all that are allowed."""
+    best = min(first, budget.sequences, max(budget.tokens // padded, 1))
+    for count in range(1, min(len(prompt), budget.sequences, max(budget.tokens // padded, 1)) + 1):
+        if 1 - sum(prompt[:count]) / (count * padded) <= waste:
+            best = max(best, count)
+    return best
+
+
+@given(
+    prompt=st.lists(st.integers(1, 64), min_size=1, max_size=30),
+    first=st.integers(1, 30),
+    budget=st.builds(Budget, st.integers(1, 40), st.integers(1, 2500), st.none()),
+    waste=st.sampled_from([0.0, 0.05, 0.1, 0.3]),
+)
+def test_merging_equals_its_plain_twin(
+    prompt: list[int], first: int, budget: Budget, waste: float
+) -> None:
+    prompt, first = sorted(prompt, reverse=True), min(first, len(prompt))
+    found = merge(np.array(prompt), first, budget, padded_length=64, waste=waste)
+    assert found == merge_plainly(prompt, first, budget, 64, waste)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +135,13 @@ def test_leases_shrink_at_the_end_when_consumers_share(
 
 
 def lanes_with(ready: list[int], *, tenant: str = "default", first: int = 0) -> list[Lane]:
+    """Longest prompts first."""
     accounts = Accounts()
     accounts.grow(first + len(ready))
     header = submission_of([tasks_of([1])], sampling=EMBED, tenant=tenant)
     out = []
     for i, count in enumerate(ready, first):
-        lane = Lane(i, key_of(header, -(64 - 8 * i)), EMBED, accounts)
+        lane = Lane(i, key_of(header, -(1024 - 8 * i)), EMBED, accounts)
         accounts.tasks[READY + 1, i] = count
         accounts.tokens[READY + 1, i] = count * 10
         out.append(lane)
@@ -120,13 +162,32 @@ def test_a_session_stays_in_its_lane_until_it_cannot_fill_a_batch() -> None:
     assert queue.choose(second, BUDGET) is first
 
 
-def test_a_draining_lane_is_emptied_before_the_session_leaves_it() -> None:
+def test_a_padded_lane_that_drains_waits_while_another_fills_a_batch() -> None:
     first, second = lanes_with([20, 3])
     second.step = Step.DRAINING
     queue = LaneQueue()
     for lane in (first, second):
         queue.offer(lane)
-    assert queue.choose(second, BUDGET) is second
+    assert queue.choose(second, BUDGET) is first
+
+
+def test_a_packed_lane_that_drains_is_emptied_before_the_session_leaves_it() -> None:
+    padded, packed = lanes_with([20, 3])
+    packed.key = replace(packed.key, length=0)
+    packed.step = Step.DRAINING
+    queue = LaneQueue()
+    for lane in (padded, packed):
+        queue.offer(lane)
+    assert queue.choose(packed, BUDGET) is packed
+
+
+def test_a_full_batch_is_found_however_many_thin_lanes_lie_before_it() -> None:
+    lanes = lanes_with([1] * 40 + [20] + [1] * 40)
+    queue = LaneQueue()
+    for lane in lanes:
+        queue.offer(lane)
+    assert queue.choose(None, BUDGET) is lanes[40]
+    assert queue.choose(None, BUDGET) is lanes[40]
 
 
 def test_a_rest_in_an_active_lane_goes_out_when_nothing_else_is_there() -> None:
@@ -141,17 +202,43 @@ def test_a_rest_in_an_active_lane_goes_out_when_nothing_else_is_there() -> None:
     assert queue.choose(None, BUDGET) is lane
 
 
-def test_tenants_take_turns_by_tokens() -> None:
+def serve(tenants: dict[str, int], turns: int, sessions: int = 1) -> tuple[dict[str, int], int]:
+    """Tokens served and changes of tenant, for tenants with leases of so many tokens."""
+    queue = LaneQueue()
+    lanes = {name: lanes_with([1 << 30], tenant=name)[0] for name in tenants}
+    for lane in lanes.values():
+        queue.offer(lane)
+    served, switches = dict.fromkeys(tenants, 0), 0
+    current: list[Lane | None] = [None] * sessions
+    for turn in range(turns):
+        before, at = current[turn % sessions], turn % sessions
+        lane = current[at] = queue.choose(before, BUDGET)
+        assert lane is not None
+        switches += before is not None and before is not lane
+        cost = tenants[lane.key.tenant]
+        served[lane.key.tenant] += cost
+        queue.charge(lane.key.tenant, cost)
+    return served, switches
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_tenants_take_turns_by_tokens_whatever_a_lease_costs(sessions: int) -> None:
+    served, switches = serve({"a": 1000, "b": 300, "c": 70_000}, 6000, sessions)
+    assert max(served.values()) - min(served.values()) <= 2 * QUANTUM_TOKENS + sessions * 70_000
+    assert switches <= sum(served.values()) / QUANTUM_TOKENS + sessions * 3
+
+
+def test_a_tenant_alone_runs_up_no_debt_that_a_newcomer_would_profit_from() -> None:
     queue = LaneQueue()
     (mine,), (theirs,) = lanes_with([1 << 30]), lanes_with([1 << 30], tenant="other")
     queue.offer(mine)
+    for _ in range(50):
+        assert queue.choose(mine, BUDGET) is mine
+        queue.charge("default", QUANTUM_TOKENS)
     queue.offer(theirs)
-    served = {"default": 0, "other": 0}
-    lane = None
-    for _ in range(4000):
-        lane = queue.choose(lane, BUDGET)
-        assert lane is not None
-        cost = 1000 if lane is mine else 300
-        served[lane.key.tenant] += cost
-        queue.charge(lane.key.tenant, cost)
-    assert abs(served["default"] - served["other"]) <= 1 << 19
+    lane, served = mine, {"default": 0, "other": 0}
+    for _ in range(100):
+        lane = queue.choose(lane, BUDGET)  # type: ignore[assignment]
+        served[lane.key.tenant] += 1
+        queue.charge(lane.key.tenant, QUANTUM_TOKENS)
+    assert served == {"default": 50, "other": 50}

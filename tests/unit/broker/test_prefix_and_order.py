@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
 
 from fabric_pipelines.broker.order import RUN_MAX, PrefixOrder
-from fabric_pipelines.broker.prefix import BLOCK, DEPTHS, leaders, prefix_keys, shared_tokens
+from fabric_pipelines.broker.prefix import (
+    BLOCK,
+    CURRENT,
+    LAYOUTS,
+    leaders,
+    prefix_keys,
+    shared_tokens,
+)
 
 Prompt = list[int]
+OLD_KEYS = [16455027138504949760, 15614235112244708076]
 
 
 def keys_of(prompts: list[Prompt]) -> npt.NDArray[np.uint64]:
@@ -70,13 +80,46 @@ def test_sorting_inside_windows_gains_next_to_nothing(prompts: list[Prompt]) -> 
     assert hit_rate(windowed, cached_blocks=32) < 0.7 * bound
 
 
-def test_prompts_share_key_bits_exactly_down_to_their_common_depth() -> None:
-    draw = np.random.default_rng(5)
-    trunk = draw.integers(0, 1000, 600).tolist()
-    for depth in DEPTHS:
-        twig = trunk[: depth * BLOCK] + [1001] * (600 - depth * BLOCK)
-        keys = keys_of([trunk, twig])
-        assert shared_tokens(keys, np.array([600, 600]))[1] == depth * BLOCK
+def share_plainly(a: Prompt, b: Prompt) -> int:
+    """The slow twin: tokens of the deepest whole depth that two prompts have in common."""
+    deepest = 0
+    for depth in LAYOUTS[CURRENT].depths:
+        end = depth * BLOCK
+        if len(a) >= end and len(b) >= end and a[:end] == b[:end]:
+            deepest = end
+    return deepest
+
+
+@given(
+    trunk=st.integers(1, 2000),
+    first=st.integers(0, 400),
+    second=st.integers(0, 400),
+    seed=st.integers(0, 99),
+)
+def test_prompts_share_what_their_keys_vouch_for_and_never_less_than_they_do(
+    trunk: int, first: int, second: int, seed: int
+) -> None:
+    """By chance the next depth may look alike too, 1 in 8 where it has 3 bits."""
+    draw = np.random.default_rng(seed)
+    common = draw.integers(0, 1000, trunk).tolist()
+    a, b = (common + draw.integers(0, 1000, n).tolist() for n in (first, second))
+    found = int(shared_tokens(keys_of([a, b]), np.array([len(a), len(b)]))[1])
+    assert found >= share_plainly(a, b) or (found == 0 and share_plainly(a, b) <= BLOCK)
+    assert found <= min(len(a), len(b))
+
+
+def test_neighbours_of_a_long_order_are_not_taken_for_sharers_by_chance() -> None:
+    draw = np.random.default_rng(8)
+    tokens = draw.integers(0, 32_000, 100_000 * 64, dtype=np.uint32)
+    lengths = np.full(100_000, 64, np.int64)
+    keys = np.sort(prefix_keys(tokens, lengths))
+    assert shared_tokens(keys, lengths).mean() < 2.0  # of 64; none is shared in truth
+
+
+def test_old_layouts_give_the_keys_they_gave() -> None:
+    tokens = np.arange(600, dtype=np.uint32)
+    found = prefix_keys(tokens, np.array([20, 580]), layout=1)
+    assert found.tolist() == OLD_KEYS
 
 
 def test_a_key_does_not_depend_on_where_its_prompt_lies_in_the_batch() -> None:

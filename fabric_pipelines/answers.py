@@ -1,0 +1,56 @@
+"""What a person is shown of a command's answer: the columns that matter, and tasks by engine instead of by lane.
+
+`--json` has all of it, so nothing here may be the only place of a fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fabric_pipelines import screen
+
+SHOWN = {
+    "processes": ("name", "state", "pid", "restarts", "last_exit"),
+    "consumers": ("engine", "device", "leased", "session"),
+    "receipts": ("shard", "generation", "receipt_id"),
+    "files": ("role", "rows", "bytes", "sha256"),
+    "kernels": ("family", "arch", "registers", "spills", "digest"),
+}
+TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
+
+
+def chosen(answer: dict[str, Any]) -> dict[str, Any]:
+    """The columns of SHOWN, wherever such a list of rows stands."""
+    found: dict[str, Any] = {}
+    for name, item in answer.items():
+        if isinstance(item, dict):
+            found[name] = chosen(item)
+        elif name in SHOWN and isinstance(item, list):
+            found[name] = [{key: row.get(key) for key in SHOWN[name]} for row in item]
+        else:
+            found[name] = item
+    return found
+
+
+def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
+    """The broker's account for a person: tasks by engine, since lanes are by the hundred, and their sum."""
+    # in doubt is a state of recovery: shown while there is any
+    states = [name for name in TASK_STATES if name != "in_doubt" or broker[name]]
+    by_engine: dict[str, dict[str, Any]] = {}
+    for lane in broker["lanes"]:
+        # a lane is tenant/engine/sampling/length; see records/shape.py
+        engine = "/".join(lane["lane"].split("/")[1:-2])
+        row = by_engine.setdefault(engine, {"engine": engine, **dict.fromkeys(states, 0)})
+        for state in states:
+            row[state] += lane[state]
+    total = {"engine": "all", **{state: broker[state] for state in states}}
+    balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
+    return {
+        "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
+        "journal": f"{screen.size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']:,}",
+        "fault": broker["fault"] or "none",
+        "lanes": len(broker["lanes"]),
+        "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
+        "tasks": [*by_engine.values(), total],
+    }

@@ -1,0 +1,49 @@
+"""`fabric bench ...`: one call a command, its figures as JSON or as the tables that stand in the docs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from fabric_pipelines.screen import plain
+
+app = typer.Typer(no_args_is_help=True, help="Figures of this machine, beside those of peers.")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command("supply")
+def bench_supply(as_json: Json = False) -> None:
+    """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
+    from fabric_pipelines.bench.supply_quality import measure, table
+
+    found = measure()
+    _print(found, table(found), as_json)
+
+
+@app.command("broker")
+def bench_broker(
+    ctx: typer.Context,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The broker beside Redis, Postgres, RabbitMQ, NATS and SQLite: same work, same durability."""
+    from fabric_pipelines import settings
+    from fabric_pipelines.bench.broker import Options, measure, table
+
+    options = Options(tasks, rounds, tuple(system or ()))
+    report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
+    _print(report, table(report), as_json)
+
+
+def _print(found: Mapping[str, Any], text: str, as_json: bool) -> None:
+    sys.stdout.write(json.dumps(plain(found), allow_nan=False) if as_json else text)
+    sys.stdout.write("\n")

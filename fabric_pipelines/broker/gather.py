@@ -1,0 +1,90 @@
+"""Rows of many task frames put together into one batch, by joining slices of their memory.
+
+A lease in prefix order takes a row each of hundreds of frames. Slicing Arrow batches and concatenating them costs
+6 us a row, `take` 100 us a frame; a slice of a memoryview costs 0.2 us, and one join copies them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from fabric_pipelines.records.task import TASK_SCHEMA
+
+
+class TaskMemory:
+    """The buffers of one task batch, as memory with its offsets. `meta_at` is None where no row has metadata."""
+
+    __slots__ = ("batch", "meta", "meta_at", "new", "source", "tokens", "tokens_at")
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        """`batch` has TASK_SCHEMA and was read from an IPC stream, so that no column is a slice."""
+        tokens, new, source, meta = batch.columns
+        assert not any(column.offset for column in (tokens, tokens.values, new, source, meta))
+        self.batch = batch  # keeps the memory
+        self.tokens_at = _view(tokens.buffers()[1], "i")
+        self.tokens = _view(tokens.values.buffers()[1], "B")
+        self.new = _view(new.buffers()[1], "I")
+        self.source = _view(source.buffers()[1], "q")
+        _, meta_at, blob = meta.buffers()
+        offsets = _view(meta_at, "i")
+        self.meta_at = offsets if offsets[batch.num_rows] else None
+        self.meta = _view(blob or b"", "B")
+
+
+def _view(buffer: Any, kind: Literal["B", "I", "i", "q"]) -> memoryview:
+    return memoryview(buffer).cast("B").cast(kind)
+
+
+def gathered(
+    runs: Sequence[tuple[TaskMemory, int, int]], lengths: npt.NDArray[Any]
+) -> pa.RecordBatch:
+    """Rows [begin, end) of each memory in turn, as TASK_SCHEMA; `lengths` are the prompt lengths of all of them."""
+    tokens: list[memoryview] = []
+    new: list[int] = []
+    source: list[int] = []
+    for memory, begin, end in runs:
+        at = memory.tokens_at
+        tokens.append(memory.tokens[at[begin] * 4 : at[end] * 4])
+        if end - begin == 1:
+            new.append(memory.new[begin])
+            source.append(memory.source[begin])
+        else:
+            new += memory.new[begin:end].tolist()
+            source += memory.source[begin:end].tolist()
+    rows = len(lengths)
+    offsets = np.zeros(rows + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    values = pa.py_buffer(b"".join(tokens))
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.ListArray.from_arrays(
+                pa.array(offsets),
+                pa.Array.from_buffers(pa.uint32(), int(offsets[-1]), [None, values]),
+            ),
+            pa.array(np.array(new, np.uint32)),
+            pa.array(np.array(source, np.int64)),
+            _metadata(runs, rows),
+        ],
+        schema=TASK_SCHEMA,
+    )
+
+
+def _metadata(runs: Sequence[tuple[TaskMemory, int, int]], rows: int) -> pa.Array:
+    offsets = np.zeros(rows + 1, np.int32)
+    parts: list[memoryview] = []
+    if any(memory.meta_at is not None for memory, _, _ in runs):
+        row = 0
+        for memory, begin, end in runs:
+            at, upto = memory.meta_at, row + end - begin
+            if at is not None:
+                parts.append(memory.meta[at[begin] : at[end]])
+                offsets[row + 1 : upto + 1] = np.diff(at[begin : end + 1])
+            row = upto
+        np.cumsum(offsets, out=offsets)
+    blob = pa.py_buffer(b"".join(parts))
+    return pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(offsets), blob])

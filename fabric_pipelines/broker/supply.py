@@ -1,0 +1,210 @@
+"""Supply: which ready tasks a session gets next. Owns the orders of the lanes and who walks them; all derived
+from facts, lost with the process and made again.
+
+A session stays in its lane (lanes.py), walks its own arc of the lane's prefix order (order.py) and gets the
+longest stretch that fits it (packing.py). Only when nothing of its tenant can fill a batch do padded lanes that
+drain share one, and only as far as the declared waste allows. Decides nothing about states: that is the core's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.broker.accounts import READY
+from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
+from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
+from fabric_pipelines.broker.prefix import leaders, shared_tokens
+from fabric_pipelines.broker.state import Effects, State
+from fabric_pipelines.records.batch import Budget
+
+Sequences = npt.NDArray[np.int64]
+SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease to be sent: `tasks` in order; `shared` tokens of each are cached once the one before it ran.
+    All are padded to the shape of `lane`, though some may come from lanes of shorter prompts."""
+
+    lease_id: int
+    lane: Lane
+    tasks: Sequences
+    shared: npt.NDArray[np.int64]
+
+    @property
+    def leader(self) -> npt.NDArray[np.bool_]:
+        return leaders(self.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The next `seen` of a lane's order, of which those `at` these places are ready."""
+
+    lane: Lane
+    who: str
+    seen: Sequences
+    at: npt.NDArray[np.int64]
+
+    @property
+    def tasks(self) -> Sequences:
+        return self.seen[self.at]
+
+
+class Supply:
+    def __init__(self, state: State, merge_waste: float) -> None:
+        self._state = state
+        self._merge_waste = merge_waste
+        self._queues: dict[str, LaneQueue] = {}
+
+    def absorb(self, effects: Effects) -> None:
+        """Tasks became ready."""
+        queued = self._state.index.queued
+        for at, keys, tasks in effects.runs:
+            new = ~queued[tasks]
+            if not new.all():  # claimed or late while in the order: its old place is still there
+                keys, tasks = keys[new], tasks[new]
+            queued[tasks] = True
+            self._state.lanes[at].order.add(keys, tasks)
+            self._offer(self._state.lanes[at])
+        for at, tasks in effects.pieces:
+            fresh = tasks[~queued[tasks]]
+            queued[fresh] = True
+            self._state.lanes[at].order.add_front(fresh)
+            self._offer(self._state.lanes[at])
+
+    def _offer(self, lane: Lane) -> None:
+        self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
+
+    def grant(
+        self, who: str, engine: str, current: Lane | None, budget: Budget, consumers: int
+    ) -> Grant | None:
+        """The next lease of session `who`, which was last served from `current`; its tasks leave the order.
+        None when nothing is ready for the engine."""
+        queue, number = self._queues.get(engine), self._state.engines.get(engine)
+        if queue is None or number is None:
+            return None
+        ready = int(self._state.engine_ready[number])
+        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
+        lane = queue.choose(current, fair)
+        if lane is None:
+            return None
+        if current is not None and current is not lane:
+            current.order.release(who)
+        if not lane.key.length:
+            self._arrange(lane, budget.sequences, consumers)
+        grant = self._cut(queue, lane, fair, who)
+        lengths = self._state.index.prompt[grant.tasks]
+        queue.charge(lane.key.tenant, int(lengths.sum()))
+        return grant
+
+    def _arrange(self, lane: Lane, sequences: int, consumers: int) -> None:
+        """The end of a draining lane of packed work goes by output, not by prefix."""
+        order, index = lane.order, self._state.index
+        if lane.step is not Step.DRAINING:
+            order.rearranged = False
+        elif not order.rearranged and is_end(lane.ready, lane.enqueued, sequences, consumers):
+            order.rearrange(
+                lambda tasks: end_keys(index.new[tasks].astype(np.int64), index.key[tasks])
+            )
+
+    def again(self, lease_id: int) -> Grant:
+        """What is still open of a lease, as it was sent."""
+        index, lease = self._state.index, self._state.leases[lease_id]
+        tasks = lease.tasks[index.lease[lease.tasks] == lease_id]
+        lanes = [self._state.lanes[at] for at in np.unique(index.lane[tasks]).tolist()]
+        lane = max(lanes, key=lambda lane: lane.key.length)
+        return Grant(lease_id, lane, tasks, self._shared(lane, tasks))
+
+    def release(self, who: str) -> None:
+        """The session is gone; its arcs are free."""
+        for lane in self._state.lanes:
+            lane.order.release(who)
+
+    def _cut(self, queue: LaneQueue, lane: Lane, budget: Budget, who: str) -> Grant:
+        """The next batch of a lane that has ready tasks."""
+        index = self._state.index
+        view = self._look(lane, budget.sequences, who)
+        tasks = view.tasks
+        prompt, shared = index.prompt[tasks].astype(np.int64), self._shared(lane, tasks)
+        count = pack(
+            prompt,
+            index.new[tasks].astype(np.int64),
+            budget,
+            padded_length=lane.key.length,
+            shared=shared,
+        )
+        thin = lane.step is Step.DRAINING and lane.key.length and not lane.fills(budget)
+        if thin and count == len(tasks) == lane.ready and not lane.order.has_front:
+            tasks = self._take_merged(queue, view, budget)
+            shared = self._shared(lane, tasks)
+        else:
+            tasks, shared = self._take(view, count), shared[:count]
+        return Grant(self._state.next_lease, lane, tasks, shared)
+
+    def _take_merged(self, queue: LaneQueue, home: _View, budget: Budget) -> Sequences:
+        """All that is left of a draining lane, and of its shorter neighbours what pads little enough."""
+        views, count = [home], len(home.at)
+        for lane in queue.neighbours(home.lane):
+            if count >= budget.sequences:
+                break
+            if not lane.order.has_front:
+                views.append(self._look(lane, budget.sequences - count, SHARED_WALK))
+                count += len(views[-1].at)
+        count = merge(
+            self._state.index.prompt[np.concatenate([view.tasks for view in views])],
+            len(home.at),
+            budget,
+            padded_length=home.lane.key.length,
+            waste=self._merge_waste,
+        )
+        parts = []
+        for view in views:
+            given = min(count, len(view.at))
+            if given:
+                parts.append(self._take(view, given))
+            count -= given
+        return np.concatenate(parts)
+
+    def _look(self, lane: Lane, limit: int, who: str) -> _View:
+        """Entries of the order that are no longer ready are dropped on the way."""
+        who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+        while True:
+            seen = lane.order.peek(limit, who)
+            assert len(seen), (
+                f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
+            )
+            view = _View(lane, who, seen, np.flatnonzero(self._state.index.state[seen] == READY))
+            if len(view.at):
+                return view
+            self._take(view, 0)
+
+    def _take(self, view: _View, count: int) -> Sequences:
+        """The first `count` ready ones of a view leave the order, and the stale ones between them."""
+        used = len(view.seen) if count == len(view.at) else int(view.at[count])
+        self._state.index.queued[view.seen[:used]] = False
+        view.lane.order.advance(used, view.who)
+        return view.tasks[:count]
+
+    def _shared(self, lane: Lane, tasks: Sequences) -> npt.NDArray[np.int64]:
+        """Keys of lanes by rule 1 are of another layout: nothing is counted as shared there."""
+        if lane.key.output_class:
+            return np.zeros(len(tasks), np.int64)
+        index = self._state.index
+        lengths = index.prompt[tasks].astype(np.int64)
+        return shared_tokens(index.key[tasks], lengths, among=lane.enqueued)
+
+    def stranded(self) -> list[str]:
+        """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""
+        found = []
+        index = self._state.index
+        for lane in self._state.lanes:
+            held = lane.order.tasks()
+            ready = np.sort(held[index.state[held] == READY])
+            if len(ready) != lane.ready or len(np.unique(ready)) != len(ready):
+                found.append(
+                    f"lane {lane.name} has {lane.ready} ready tasks, its order holds {len(ready)}"
+                )
+        return found

@@ -1,0 +1,62 @@
+"""A model file that is not the pinned one, before and after conversion: refused, and nothing half-made is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fabric_pipelines import models
+from tests.support_command import EMBED, MINI, User, first_user, require_models
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[User]:
+    """With a model cache of its own, still empty."""
+    with first_user() as made:
+        require_models(made, MINI)
+        yield made.beside(made.home, FABRIC_MODELS=str(made.folder / "cache"))
+
+
+@pytest.fixture(scope="module")
+def pulled(user: User) -> models.ModelFiles:
+    """The real model in the shared cache; only to be read."""
+    return models.located(MINI, User(user.folder, user.home).settings.models)
+
+
+def flip_one_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_source_with_one_wrong_bit_is_refused_and_leaves_nothing(
+    user: User, pulled: models.ModelFiles
+) -> None:
+    source = Path(shutil.copytree(pulled.sources, user.folder / "source"))
+    flip_one_bit(source / "model.safetensors")
+    said = user.refused("models", "pull", MINI, "--source", str(source), code=4, progress=True)
+    assert said.startswith(
+        f"{source}/model.safetensors is not the pinned model.safetensors: expected"
+    )
+    assert said.endswith("nothing was kept")
+    kept = [path.name for path in (user.folder / "cache" / MINI).iterdir()]
+    assert kept == [".lock"]
+
+
+def test_a_converted_file_with_one_wrong_bit_never_runs(
+    user: User, pulled: models.ModelFiles
+) -> None:
+    for folder in pulled.parts.values():
+        shutil.copytree(folder, user.folder / "cache" / MINI / folder.name)
+    weights = user.folder / "cache" / MINI / pulled.parts["onnxruntime-fp32"].name / "trunk.weights"
+    flip_one_bit(weights)
+    said = user.refused("worker", "run", "--engine", EMBED, code=4)
+    assert said == (
+        f"{weights} changed since it was converted (sha256 differs): delete the folder {weights.parent} "
+        f"and run `fabric models pull {MINI}`"
+    )
