@@ -1,8 +1,8 @@
 """What the fabric costs an engine: the same tasks through loop, socket and journal, and straight from memory.
 
 `python -m fabric_pipelines.bench.supply --tasks 5000 --rounds 2`: one vLLM engine in one process, random weights in
-the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, direct, fabric ...), its prefix cache emptied
-before each. *direct* is vLLM's own blocking `generate`, everything in memory, in order of arrival. *fabric* is a
+the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, fabric, direct, direct ...: a drift then
+weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's own blocking `generate`, everything in memory, in order of arrival. *fabric* is a
 broker process of its own (Unix socket, journal on disk) and the worker loop; it ends when the last completion is
 journaled. Landing in Postgres is not part of it. Prints one JSON object a side, then the ratios.
 """
@@ -61,8 +61,8 @@ class Mix:
     def prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
 
-    def first(self, count: int, new: int) -> Mix:
-        return Mix(self.prompts[:count], np.full(min(count, len(self.prompts)), new))
+    def first(self, count: int) -> Mix:
+        return Mix(self.prompts[:count], self.new[:count])
 
 
 def draw_mix(tasks: int, seed: int = 0) -> Mix:
@@ -327,14 +327,15 @@ def open_shape(
 def measure(
     engine: VllmEngine, mix: Mix, rounds: int, home: Path, say: Callable[[Side], None]
 ) -> list[Side]:
-    """direct, fabric, direct, fabric ... on one engine; a warm-up of both ways comes first and is not told."""
-    warm = mix.first(engine.profile.max_batch_size, 16)
+    """Rounds of both ways on one engine, in turn first; a warm-up of both comes before and is not told. It is a full
+    batch with its own output lengths: after one of 16 tokens each the first side was still the slowest."""
+    warm = mix.first(engine.profile.max_batch_size)
     run_direct(engine, warm)
     engine.llm.reset_prefix_cache()
     run_fabric(engine, warm, home / "warm")
     sides: list[Side] = []
     for number in range(rounds):
-        for way in ("direct", "fabric"):
+        for way in ("direct", "fabric") if number % 2 == 0 else ("fabric", "direct"):
             assert engine.llm.reset_prefix_cache(), "vLLM would not empty its prefix cache"
             if way == "direct":
                 sides.append(run_direct(engine, mix))
@@ -345,8 +346,12 @@ def measure(
 
 
 def ratios(sides: Sequence[Side]) -> list[float]:
-    """Each fabric side over the direct side before it."""
-    return [b.total_rate / a.total_rate for a, b in zip(sides[::2], sides[1::2], strict=True)]
+    """Each round's fabric side over its direct side."""
+    found = []
+    for round_ in zip(sides[::2], sides[1::2], strict=True):
+        by_way = {side.way: side.total_rate for side in round_}
+        found.append(by_way["fabric"] / by_way["direct"])
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from fabric_pipelines.worker.engines.tasks import (
 from fabric_pipelines.worker.engines.vllm_driver import Answer, Driver, Request
 
 KEYS = SAMPLING_KEYS | {"ignore_eos"}
+SHUTDOWN_S = 10.0
 WINDOW_STEPS = 8  # supply beside the engine, in full steps of tokens
 # vLLM's words for what a manifest says in its own.
 WEIGHTS: Mapping[str | None, str] = MappingProxyType(
@@ -76,6 +77,7 @@ ENVIRONMENT = (
     ("VLLM_LOGGING_LEVEL", "WARNING"),
     ("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # it compiles at first use, and gains nothing when greedy
     ("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),  # its scheduler must not share our interpreter lock
+    ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),  # we have threads, perhaps CUDA: no fork survives
     ("HF_HUB_OFFLINE", "1"),
 )
 
@@ -228,7 +230,7 @@ class VllmEngine:
             self._shut()
 
     def _shut(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
         self.llm = None
 
     # ---- work
