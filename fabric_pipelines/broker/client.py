@@ -255,7 +255,7 @@ class BrokerClient:
             "profile": profile.as_json(),
         }
         reply, _ = self._call("attach", head, ids_part(held))
-        self._lease_call = time.time_ns()
+        self._lease_call = max(self._lease_call + 1, time.time_ns())
         return attach_reply(reply)
 
     def lease(

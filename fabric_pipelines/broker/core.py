@@ -314,6 +314,8 @@ class Core:
         """The session says what it holds, and that is all it holds: ids in doubt or ready are claimed, leases
         it does not name come back."""
         name = session.name
+        if name in self.sessions:
+            session.call = self.sessions[name].call
         self.sessions[name] = session
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = np.unique(tasks[known])
@@ -368,8 +370,10 @@ class Core:
             raise BalanceBroken(self.fault)
         session = self.attached(name)
         self._extend(session, now_s)
-        if call >= 0 and call == session.call and session.last_lease in self.state.leases:
-            return [], self._supply.again(session.last_lease)
+        if 0 <= call <= session.call:
+            # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
+            again = call == session.call and session.last_lease in self.state.leases
+            return [], self._supply.again(session.last_lease) if again else None
         session.call = call
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None

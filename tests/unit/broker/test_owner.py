@@ -173,6 +173,24 @@ def test_a_repeated_lease_call_gets_the_same_lease_again(bench: Bench) -> None:
     assert not set(ids_of(first)) & set(ids_of(other))
 
 
+def test_a_lease_request_that_comes_late_or_twice_leases_nothing_that_nobody_hears_of() -> None:
+    """Found by the simulator: the session went on renewing a lease whose answer was for nobody."""
+    bench = Bench()
+    batch = tasks_of([10] * 9)
+    bench.submit(submission_of([batch]), [batch])
+    bench.attach()
+    small = Budget(2, 1 << 20, None)
+    first = bench.lease(budget=small, call=5)
+    assert first is not None
+    bench.finish(first)
+    assert bench.lease(budget=small, call=5) is None
+    assert bench.lease(budget=small, call=4) is None
+    assert bench.counts() == {"ready": 7, "computed": 2}
+    bench.attach()
+    assert bench.lease(budget=small, call=5) is None
+    assert bench.lease(budget=small, call=6) is not None
+
+
 def test_a_lease_that_is_not_renewed_goes_back(bench: Bench) -> None:
     lease = filled(bench).lease()
     assert lease is not None
