@@ -63,18 +63,17 @@ def quickstarted() -> Iterator[Demo]:
     folder.chmod(0o755)
     flags = {"home": folder / "home", "models": os.environ.get("FABRIC_MODELS")}
     settings = load(flags, environ={}, folder=folder)
+    demo = Demo(folder, settings)
     try:
         for name in models.MODELS:
             models.pull(name, settings.models)
-    except (SourceUnreachable, MissingDependency) as fault:
-        skip_or_fail(str(fault))
-    demo = Demo(folder, settings)
-    demo.quickstart()
-    assert not supervise.state(settings).running, "quickstart left its services running"
-    supervise.up(settings, ui=False)
-    try:
+        demo.quickstart()
+        assert not supervise.state(settings).running, "quickstart left its services running"
+        supervise.up(settings, ui=False)
         demo.quickstart()
         yield demo
+    except (SourceUnreachable, MissingDependency) as fault:
+        skip_or_fail(str(fault))
     finally:
         supervise.down(settings)
         shutil.rmtree(folder)

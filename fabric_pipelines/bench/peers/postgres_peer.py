@@ -1,7 +1,9 @@
 """Postgres as a queue: COPY in binary, SKIP LOCKED, one transaction a batch, over its Unix socket.
 
 The embedded binaries with the settings the fabric itself runs them with. A task's outcome is a row of its own and
-the task stays as it is until it is deleted, since an update more would only leave another dead row.
+the task stays as it is until it is deleted, since an update more would only leave another dead row. A lease
+names its tasks in a materialised CTE: as a plain subquery, a plan made before the table was analysed runs it again
+for each row, and one lease took minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ create index task_ready on task (id) where not leased;
 create table outcome (task bigint primary key, output bytea not null);
 """
 LEASE = """
-update task set leased = true where id in (
+with next as materialized (
     select id from task where not leased order by id limit %s for update skip locked)
-returning id, payload
+update task set leased = true from next where task.id = next.id returning task.id, payload
 """
 RETIRE = """
-with ended as (
-    delete from outcome where task in (select task from outcome order by task limit %s for update skip locked)
-    returning task, output),
+with next as materialized (
+    select task from outcome order by task limit %s for update skip locked),
+ended as (delete from outcome using next where outcome.task = next.task returning outcome.task, output),
 gone as (delete from task where id in (select task from ended))
 select task, output from ended
 """
