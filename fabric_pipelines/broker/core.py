@@ -104,8 +104,8 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its lease requests, so that a repeated one gets the
-    same lease again instead of a second one whose first nobody ever saw."""
+    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
     engine: str
@@ -314,8 +314,10 @@ class Core:
         """The session says what it holds, and that is all it holds: ids in doubt or ready are claimed, leases
         it does not name come back."""
         name = session.name
-        if name in self.sessions:
-            session.call = self.sessions[name].call
+        before = self.sessions.get(name)
+        if before is not None and 0 <= session.call <= before.call:
+            raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
+        session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = np.unique(tasks[known])

@@ -250,10 +250,11 @@ class Worker(Actor):
         ids = np.concatenate([nothing, *(piece.ids for piece in held)]).tolist()
         rows = np.concatenate([nothing, *(piece.rows for piece in held)])
         self.world.auditor.attaching(self._session, rows)
-        name, profile = self._session, self._profile
+        self._call += 1
+        name, profile, call = self._session, self._profile, self._call
         self.world.send(
             self,
-            lambda owner: owner.attach(name, ENGINE, "f", name, profile, ids),
+            lambda owner: owner.attach(name, ENGINE, "f", name, profile, ids, call),
             self._is_attached,
             self._not_attached,
         )
@@ -261,7 +262,7 @@ class Worker(Actor):
     def _is_attached(self, reply: AttachReply) -> None:
         self.world.auditor.heard(self._session, self.world.now_s)
         self._attached, self._attaching = True, False
-        self._call += 1_000_000  # no number of an earlier attachment comes again
+        self._call += 1
         lost = np.array(reply.lost, np.int64)
         pieces = [piece.kept(lost) for piece in self._waiting]
         self._waiting = deque(piece for piece in pieces if len(piece.ids))

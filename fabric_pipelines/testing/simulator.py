@@ -39,7 +39,6 @@ LOST, DOUBLED = 0.01, 0.01  # of requests; answers are lost as often
 TICK_S, AUDIT_S, STALLED_S = 0.5, 5.0, 300.0
 SHOW_S = 10.0
 AWAY_S = (0.5, 6.0)  # how long a killed process stays away
-SEGMENT_BYTES, CHECKPOINT_BYTES = 16 << 20, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,8 @@ class Plan:
     upload_rows: int = 1000
     submission_tasks: int = 20_000
     lease_s: float = 10.0
+    segment_bytes: int = 16 << 20
+    checkpoint_bytes: int = 96 << 20
 
 
 @dataclass(slots=True)
@@ -199,7 +200,11 @@ class World:
     def _start_broker(self) -> None:
         clock = Clock(lambda: self.now_s, lambda: round(self.now_s * 1e6))
         journal = Journal.open(
-            self.folder, segment_bytes=SEGMENT_BYTES, clock=clock, ops=self._files, lazy=True
+            self.folder,
+            segment_bytes=self.plan.segment_bytes,
+            clock=clock,
+            ops=self._files,
+            lazy=True,
         )
         self.owner = Owner(
             journal,
@@ -207,7 +212,7 @@ class World:
             journal_high_water=8 << 30,
             clock=clock,
             checkpoints=Checkpoints(self.folder, journal.journal_id, self._files),
-            checkpoint_bytes=CHECKPOINT_BYTES,
+            checkpoint_bytes=self.plan.checkpoint_bytes,
         )
         self._earlier = dict(self.counters)
 
@@ -399,10 +404,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, default=Plan().tasks)
     parser.add_argument("--seed", type=int, default=Plan().seed)
     parser.add_argument(
-        "--kills", type=int, default=0, help="default: one per 10,000 tasks, 30 at least"
+        "--kills", type=int, default=0, help="default: one per 20,000 tasks, 30 at least"
     )
     given = parser.parse_args(argv)
-    kills = given.kills or max(30, given.tasks // 10_000)
+    kills = given.kills or max(30, given.tasks // 20_000)
     outcome = simulate(Plan(tasks=given.tasks, seed=given.seed, kills=kills), progress=_show)
     sys.stdout.write(outcome.table() + "\n")
     for fault in outcome.faults:
