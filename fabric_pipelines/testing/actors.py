@@ -7,6 +7,7 @@ session, completion pulls again. They tell the auditor what they send and hear, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,12 +80,12 @@ class Surroundings(Protocol):
     ) -> None: ...
 
 
-class Actor:
+class Actor(ABC):
     def __init__(self, world: Surroundings, name: str) -> None:
         self.world, self.name, self.life = world, name, 0
 
-    def start(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self) -> None: ...
 
     def kill(self, away_s: float) -> None:
         """Whatever was on its way to this life reaches nobody."""
