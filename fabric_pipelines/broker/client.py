@@ -248,14 +248,15 @@ class BrokerClient:
     ) -> AttachReply:
         """Begin, or go on after the broker restarted. `held` is all that this session still works on: what
         it does not name comes back, what the reply does not accept is lost to it."""
-        head = {
+        head: dict[str, Any] = {
             "engine": engine,
             "engine_fingerprint": engine_fingerprint,
             "device": device,
             "profile": profile.as_json(),
         }
+        self._lease_call = head["call"] = max(self._lease_call + 1, time.time_ns())
         reply, _ = self._call("attach", head, ids_part(held))
-        self._lease_call = time.time_ns()
+        self._lease_call += 1
         return attach_reply(reply)
 
     def lease(

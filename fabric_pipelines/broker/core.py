@@ -104,8 +104,8 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its lease requests, so that a repeated one gets the
-    same lease again instead of a second one whose first nobody ever saw."""
+    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
     engine: str
@@ -314,6 +314,10 @@ class Core:
         """The session says what it holds, and that is all it holds: ids in doubt or ready are claimed, leases
         it does not name come back."""
         name = session.name
+        before = self.sessions.get(name)
+        if before is not None and 0 <= session.call <= before.call:
+            raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
+        session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = np.unique(tasks[known])
@@ -368,8 +372,10 @@ class Core:
             raise BalanceBroken(self.fault)
         session = self.attached(name)
         self._extend(session, now_s)
-        if call >= 0 and call == session.call and session.last_lease in self.state.leases:
-            return [], self._supply.again(session.last_lease)
+        if 0 <= call <= session.call:
+            # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
+            again = call == session.call and session.last_lease in self.state.leases
+            return [], self._supply.again(session.last_lease) if again else None
         session.call = call
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None

@@ -407,9 +407,10 @@ class Owner:
         device: str,
         profile: Profile,
         held: Sequence[int],
+        call: int = -1,
     ) -> AttachReply:
         deadline = self.clock.monotonic_s() + self.limits.lease_s
-        session = Session(name, engine, engine_fingerprint, device, profile, deadline)
+        session = Session(name, engine, engine_fingerprint, device, profile, deadline, call=call)
         facts, reply = self.core.attach(session, held)
         self._log(facts)
         return reply

@@ -153,8 +153,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         name, profile = _session(head), Profile(**head["profile"])
         engine, device = str(head["engine"]), str(head["device"])
         fingerprint, held = str(head["engine_fingerprint"]), _ids(parts[0]).tolist()
+        call = int(head.get("call", -1))
         return self._ask(
-            lambda owner: owner.attach(name, engine, fingerprint, device, profile, held),
+            lambda owner: owner.attach(name, engine, fingerprint, device, profile, held, call),
             Rank.ACKNOWLEDGE,
         )
 

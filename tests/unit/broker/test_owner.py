@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,9 @@ from fabric_pipelines.testing.memory_journal import MemoryJournal
 from tests.support_broker import (
     BURIED,
     EMBED,
+    ENGINE,
     PLENTY,
+    PROFILE,
     Bench,
     completions,
     ids_of,
@@ -171,6 +175,39 @@ def test_a_repeated_lease_call_gets_the_same_lease_again(bench: Bench) -> None:
     assert first.lease_id == again.lease_id
     assert ids_of(first) == ids_of(again)
     assert not set(ids_of(first)) & set(ids_of(other))
+
+
+def test_a_lease_request_that_comes_late_or_twice_leases_nothing_that_nobody_hears_of() -> None:
+    """Found by the simulator: the session went on renewing a lease whose answer was for nobody."""
+    bench = Bench()
+    batch = tasks_of([10] * 9)
+    bench.submit(submission_of([batch]), [batch])
+    bench.attach()
+    small = Budget(2, 1 << 20, None)
+    first = bench.lease(budget=small, call=5)
+    assert first is not None
+    bench.finish(first)
+    assert bench.lease(budget=small, call=5) is None
+    assert bench.lease(budget=small, call=4) is None
+    assert bench.counts() == {"ready": 7, "computed": 2}
+    bench.attach()
+    assert bench.lease(budget=small, call=5) is None
+    assert bench.lease(budget=small, call=6) is not None
+
+
+def test_an_attach_that_comes_late_takes_nothing_from_its_session() -> None:
+    """Found by the simulator: the ids that it named were those of before the last leases."""
+    bench = Bench()
+    batch = tasks_of([10] * 9)
+    bench.submit(submission_of([batch]), [batch])
+    attach = partial(bench.owner.attach, "w", ENGINE, "fingerprint", "cpu:0", PROFILE, ())
+    attach(1)
+    lease = bench.lease(call=2)
+    with pytest.raises(NotAttached):
+        attach(1)
+    assert lease is not None
+    assert bench.finish(lease).accepted == 9
+    attach(3)
 
 
 def test_a_lease_that_is_not_renewed_goes_back(bench: Bench) -> None:
