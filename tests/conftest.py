@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ pytest_plugins = ["tests.support_quickstart"]
 def pytest_configure(config: pytest.Config) -> None:
     """Beta APIs of Dagster that we use on purpose. Not in pyproject.toml: a GPU machine runs `tests/gpu` without
     Dagster, and there a filter that names its class is an error of its own."""
+    # Started in the background by a script, a process inherits SIGINT as ignored, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("dagster_shared"):
         for kind in ("BetaWarning", "PreviewWarning"):
             config.addinivalue_line(

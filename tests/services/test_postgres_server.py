@@ -211,7 +211,9 @@ def test_a_server_that_outlived_its_parent_is_stopped_first(home: Path) -> None:
     data, sockets = home / "postgres", home / "run"
     sockets.mkdir()
     os.chown(sockets, data.stat().st_uid, data.stat().st_gid)
-    command = [str(find_binaries().postgres), "-D", str(data), "-k", str(sockets), "-h", ""]
+    # reachable: the packages may lie in a folder that the server's user cannot enter
+    binaries = postgres_binaries.reachable(find_binaries())
+    command = [str(binaries.postgres), "-D", str(data), "-k", str(sockets), "-h", ""]
     ids = ids_arguments(data.stat(), die_with_parent=False)
     orphan = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", SHIM, *ids, *command],
