@@ -14,6 +14,7 @@ from fabric_pipelines.broker.owner import Owner, TaskUpload
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.clock import Clock
+from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.records.arrow import to_ipc
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import completion_batch
@@ -88,8 +89,17 @@ class Bench:
     def finish(self, lease: Lease, status: str = "ok", name: str = "w") -> Any:
         return self.report(ids_of(lease), status, name)
 
-    def report(self, ids: Sequence[int], status: str = "ok", name: str = "w") -> Any:
-        batch = completions(ids, status)
+    def report(
+        self, ids: Sequence[int], status: str = "ok", name: str = "w", attempts: int | None = None
+    ) -> Any:
+        """Of the attempt at hand, unless `attempts` names an earlier one."""
+        index = self.owner.core.state.index
+        at_hand = {
+            at: int(index.attempts[sequence_of(at)]) for at in ids if sequence_of(at) < index.count
+        }
+        batch = completions(
+            ids, status, [at_hand.get(at, 0) if attempts is None else attempts for at in ids]
+        )
         reply = self.owner.computed(name, batch, ipc_of(batch))
         self.owner.commit()
         return reply
@@ -149,7 +159,9 @@ def tasks_of(lengths: Iterable[int], *, seed: int = 0, new: int = 16) -> pa.Reco
     )
 
 
-def completions(ids: Sequence[int], status: str = "ok") -> pa.RecordBatch:
+def completions(
+    ids: Sequence[int], status: str = "ok", attempts: Sequence[int] | None = None
+) -> pa.RecordBatch:
     count = len(ids)
     good = status == "ok"
     return completion_batch(
@@ -163,7 +175,7 @@ def completions(ids: Sequence[int], status: str = "ok") -> pa.RecordBatch:
             "padded_tokens": [0] * count,
             "error_code": [None if good else "EngineFailed"] * count,
             "error_text": [None if good else "said so"] * count,
-            "attempts": [0] * count,
+            "attempts": [0] * count if attempts is None else list(attempts),
             "engine": [ENGINE] * count,
             "engine_fingerprint": ["fingerprint"] * count,
             "t_start_us": [0] * count,

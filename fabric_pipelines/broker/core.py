@@ -423,7 +423,7 @@ class Core:
         self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
     ) -> tuple[list[Fact], ComputedReply]:
         """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
-        another session took over meanwhile."""
+        another session took over meanwhile; a failure of an attempt that is counted already is a duplicate."""
         statuses = pc.index_in(batch.column("status"), pa.array(STATUSES))
         if statuses.null_count:
             raise SchemaError(
@@ -441,9 +441,14 @@ class Core:
         # A lease that ran out while its work went on is honoured as long as nobody else took the task:
         # otherwise a batch that takes longer than a lease would be run again for ever.
         open_ = (states == LEASED) | (states == IN_DOUBT)
-        finished = statuses.to_numpy()[rows] == STATUSES.index("ok")
-        ours = (open_ | ((states == READY) & finished)) & (index.holder[tasks[rows]] == mine) & once
-        past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~once
+        codes = statuses.to_numpy()[rows]
+        attempts = batch.column("attempts").to_numpy()[rows]
+        counted = (codes == STATUSES.index("failed")) & (attempts < index.attempts[tasks[rows]])
+        fresh = once & ~counted
+        finished = codes == STATUSES.index("ok")
+        ours = open_ | ((states == READY) & finished)
+        ours &= (index.holder[tasks[rows]] == mine) & fresh
+        past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~fresh
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
         self.counters["late_acks"] += late

@@ -2,7 +2,8 @@
 
 A worker sends COMPLETION_SCHEMA. The broker journals it, and hands it on as PULLED_SCHEMA, which adds what
 only the broker knows for certain (function, submission). `status` is one of STATUSES; `finish_reason` is
-the engine's own word, never guessed from lengths.
+the engine's own word, never guessed from lengths. `attempts` is that of the lease: it tells a failure that is
+reported again from the next one.
 """
 
 from __future__ import annotations

@@ -213,12 +213,13 @@ class Piece:
     ids: Rows
     rows: Rows
     lengths: Rows
+    attempts: npt.NDArray[np.uint8]
     report: pa.RecordBatch | None = None
     failed: npt.NDArray[np.bool_] | None = None
 
     def kept(self, lost: Rows) -> Piece:
         keep = ~np.isin(self.ids, lost)
-        return Piece(self.ids[keep], self.rows[keep], self.lengths[keep])
+        return Piece(self.ids[keep], self.rows[keep], self.lengths[keep], self.attempts[keep])
 
 
 class Worker(Actor):
@@ -304,7 +305,9 @@ class Worker(Actor):
         fresh = ~np.isin(ids, np.concatenate([[-1], *(piece.ids for piece in self._held())]))
         self.world.auditor.leased(self._session, tasks, self.world.now_s)
         if fresh.any():
-            self._waiting.append(Piece(ids[fresh], rows[fresh], token_counts(tasks)[fresh]))
+            attempts = tasks.column("attempts").to_numpy()[fresh]
+            piece = Piece(ids[fresh], rows[fresh], token_counts(tasks)[fresh], attempts)
+            self._waiting.append(piece)
         self._run()
         self._deliver()
         self._lease()
@@ -386,7 +389,7 @@ def _report(piece: Piece, codes: npt.NDArray[np.int64]) -> pa.RecordBatch:
             "output": pa.ListArray.from_arrays(offsets, np.zeros(2 * count, np.uint32)),
             "prompt_tokens": pa.array(piece.lengths.astype(np.uint32)),
             "padded_tokens": same(0, pa.uint32()),
-            "attempts": same(0, pa.uint8()),
+            "attempts": pa.array(piece.attempts),
             "engine": same(ENGINE, text),
             "engine_fingerprint": same("f", text),
             "t_start_us": zero,

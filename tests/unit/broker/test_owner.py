@@ -340,6 +340,25 @@ def test_a_failed_task_is_tried_again_until_attempts_run_out(bench: Bench) -> No
     )
 
 
+def test_a_failure_that_is_reported_again_is_counted_once_though_the_task_is_leased_again() -> None:
+    """Found by the simulator: the copy took the task from the session that was running it for the second time."""
+    bench = Bench()
+    batch = tasks_of([10])
+    bench.submit(submission_of([batch]), [batch])
+    bench.attach()
+    lease = bench.lease()
+    assert lease is not None
+    assert bench.finish(lease, "failed").accepted == 1
+    second = bench.lease()
+    assert second is not None
+    assert second.tasks.column("attempts").to_pylist() == [1]
+    copy = bench.report(ids_of(lease), "failed", attempts=0)
+    assert (copy.accepted, copy.duplicates) == (0, 1)
+    assert bench.counts() == {"leased": 1}
+    assert bench.report(ids_of(second), "failed", attempts=1).accepted == 1
+    assert bench.counts() == {"ready": 1}
+
+
 def test_a_refused_task_is_terminal_at_once_and_only_buried(bench: Bench) -> None:
     lease = filled(bench).lease(budget=Budget(1, 1000, None))
     assert lease is not None
