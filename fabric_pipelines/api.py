@@ -29,7 +29,7 @@ from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import StorageFailed, UsageError
 from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.ids import submission_id as submission_id_of
-from fabric_pipelines.records.shape import sampling_kind
+from fabric_pipelines.records.shape import require_function, sampling_kind
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.settings import Settings
@@ -114,7 +114,9 @@ class Fabric:
         """
         spec = engine_spec(engine)
         sampling = _sampling(spec, sampling)
-        caps = _caps(sampling_kind(sampling), max_new_tokens)
+        kind = sampling_kind(sampling)
+        require_function(function, kind)
+        caps = _caps(kind, max_new_tokens)
         prompts = self._prompts(spec, texts, tokens, chat)
         batches = list(_batches(prompts, caps, source_rows, metadata))
         count, token_count, fingerprint = fingerprint_of(batches)
@@ -231,7 +233,8 @@ def read_prompts(path: Path) -> Prompts:
     `max_new_tokens` and `metadata` (any JSON); any other file has one text a line, empty lines left out.
     Raises UsageError naming the line at fault."""
     try:
-        lines = path.read_text().splitlines()
+        # not splitlines: it also cuts at U+2028, U+0085 and form feeds, which JSON and prompts may hold
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as fault:
         raise UsageError(f"{path} is not UTF-8 text: {fault}") from fault
     except OSError as fault:
@@ -250,13 +253,39 @@ def read_prompts(path: Path) -> Prompts:
     )
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, str) and not any(0xD800 <= ord(sign) <= 0xDFFF for sign in item)
+
+
+def _is_count(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 32
+
+
+def _are_ids(item: Any) -> bool:
+    return isinstance(item, list) and all(map(_is_count, item))
+
+
+FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("text", _is_text, "a string without lone surrogates"),
+    ("tokens", _are_ids, "a list of token ids"),
+    ("max_new_tokens", _is_count, "a whole number"),
+)
+
+
 def _json_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as fault:
+        row = json.loads(line, parse_constant=_no_constant)
+    except ValueError as fault:
         raise UsageError(f"{path} line {number} is not JSON: {fault}") from fault
     if not isinstance(row, dict) or not ({"text", "tokens"} & set(row)):
         raise UsageError(f"{path} line {number} must be an object with text or tokens")
+    for name, fits, wanted in FIELDS:
+        if name in row and not fits(row[name]):
+            raise UsageError(f"{path} line {number}: {name} must be {wanted}")
     return row
 
 

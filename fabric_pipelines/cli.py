@@ -37,6 +37,13 @@ PARTIAL = 5  # it worked, and dead letters exist
 class OneSentence(TyperGroup):
     """Turns whatever a command raises into one sentence on stderr and the exit code of its class."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().make_context(*args, **extra)
+        except Exception as fault:
+            _leave_if_misused(fault)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -53,8 +60,9 @@ class OneSentence(TyperGroup):
         except (FabricError, OSError) as fault:
             _leave(fault)
         except Exception as fault:
+            _leave_if_misused(fault)
             if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
-                raise  # typer's own way to end
+                raise  # typer's own way to end, or to show its help
             _leave(
                 FabricError(
                     f"this is a fault of fabric itself ({type(fault).__name__}: {fault}): "
@@ -62,6 +70,18 @@ class OneSentence(TyperGroup):
                 ),
                 cause=fault,
             )
+
+
+def _leave_if_misused(fault: Exception) -> None:
+    """A command line that typer cannot read: its reason, and where to look, in one sentence."""
+    words = getattr(fault, "format_message", None)
+    if words is None or type(fault).__name__ == "NoArgsIsHelpError":
+        return
+    ctx = getattr(fault, "ctx", None)
+    path = " ".join(["fabric", *(ctx.command_path.split()[1:] if ctx is not None else ())])
+    _leave(
+        UsageError(f"{' '.join(words().split()).rstrip('.')}: `{path} --help` shows what it takes")
+    )
 
 
 def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> NoReturn:

@@ -11,6 +11,7 @@ the UI offers.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -34,8 +35,16 @@ from fabric_pipelines.dagster_home import ensure_dagster_home, write_env_file
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.definitions import build_defs
-from fabric_pipelines.errors import CheckFailed, FabricError, Interrupted, StorageFailed, UsageError
-from fabric_pipelines.settings import Settings
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    CheckFailed,
+    FabricError,
+    Interrupted,
+    StorageFailed,
+    UsageError,
+    storage_failed,
+)
+from fabric_pipelines.settings import Settings, make_runtime_folder
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
 from fabric_pipelines.workloads.catalogue import WORKLOADS, Workload
@@ -182,6 +191,7 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
         _write_env_file(settings, progress)
         prepared = _prepare(settings)
         with (
+            _alone(settings),
             _services(settings, progress),
             _instance(settings) as instance,
         ):
@@ -189,6 +199,25 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
             with _watched(settings, prepared, progress):
                 run_id = _materialise(instance)
             return _report(settings, instance, prepared, run_id, before, started_s, pull_s)
+
+
+@contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
+    """One quickstart at a time in a home: the end of one would stop the services under another."""
+    try:
+        make_runtime_folder(settings.runtime_dir)
+        lock = (settings.runtime_dir / "quickstart.lock").open("a")
+    except OSError as fault:
+        raise storage_failed(fault) from fault
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise AlreadyRunning(
+                f"another quickstart is at work in {settings.home}: wait for its end, or give this one a "
+                "home of its own with FABRIC_HOME"
+            ) from fault
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ NAMES_NOT_AMOUNTS = {
     "port",
 }  # no separators in these
 WORDS_MAX = 40  # of a longer list only the length is shown
+SENTENCE_LEAST = 40  # a longer text in a list is a sentence, not a word
 
 
 def width() -> int:
@@ -124,10 +125,38 @@ def page(answer: Mapping[str, Any], most: int, *, indent: str = "") -> list[str]
 def _has_parts(item: Any) -> bool:
     if isinstance(item, Mapping):
         return bool(item)
-    return isinstance(item, list) and bool(item) and isinstance(item[0], Mapping)
+    return (
+        isinstance(item, list) and bool(item) and (isinstance(item[0], Mapping) or _is_prose(item))
+    )
+
+
+def _is_prose(item: Any) -> bool:
+    """Sentences that must be read whole: what a check found."""
+    return all(isinstance(part, str) for part in item) and any(
+        len(part) > SENTENCE_LEAST for part in item
+    )
+
+
+def _prose(sentences: Iterable[str], most: int, indent: str) -> list[str]:
+    """Each wrapped between words and never cut: it may end in the one id that matters."""
+    lines: list[str] = []
+    for sentence in sentences:
+        lines += textwrap.wrap(
+            sentence,
+            most,
+            initial_indent=f"{indent}- ",
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
 def _parts(item: Any, most: int, indent: str) -> list[str]:
+    if isinstance(item, list) and isinstance(item[0], str):
+        return _prose(item, most, indent)
+    if isinstance(item, list) and all("sentence" in row for row in item):
+        return _prose((str(row["sentence"]) for row in item), most, indent)
     rows = item if isinstance(item, list) else _as_rows(item)
     if rows is None:
         return page(item, most, indent=indent)

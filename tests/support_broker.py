@@ -21,12 +21,14 @@ from fabric_pipelines.records.completion import completion_batch
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.shape import KIND_OF_FUNCTION
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.testing.memory_journal import MemoryJournal
 
 ENGINE = "model@engine"
 GENERATE: dict[str, Any] = {"kind": "generate", "temperature": 0.0, "top_k": 1, "seed": 0}
+FUNCTION_OF: dict[Any, str] = {kind: name for name, kind in KIND_OF_FUNCTION.items()}
 EMBED: dict[str, Any] = {"kind": "embed", "pooling": "mean", "normalise": True}
 PROFILE = Profile(max_batch_size=8, max_num_tokens=512, kv_cache_tokens=0, window_tokens=64)
 LANDED = Confirmation("postgres", {"cluster": "c", "xid": 1, "table": "fabric.generate"})
@@ -134,8 +136,11 @@ def submission_of(
     tenant: str = "default",
     vocab_size: int = 1000,
     engine: str = ENGINE,
-    function: str = "generate",
+    function: str | None = None,
 ) -> Submission:
+    """`function`: by default the one whose table fits the sampling."""
+    if function is None:
+        function = FUNCTION_OF.get(sampling.get("kind"), "generate")
     tasks, tokens, fingerprint = fingerprint_of(batches)
     return Submission(
         submission_id=f"{mark:064x}",

@@ -32,7 +32,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.shape import sampling_kind
+from fabric_pipelines.records.shape import require_function, sampling_kind
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
@@ -359,7 +359,7 @@ def _header(command: bytes | None) -> Submission:
         value = getattr(header, item.name)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise UsageError(f"submission field {item.name} is {value!r}; it must be {item.type}")
-    sampling_kind(header.sampling)
+    require_function(header.function, sampling_kind(header.sampling))
     try:
         canonical_json(asdict(header))
     except ValueError as fault:

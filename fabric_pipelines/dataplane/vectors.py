@@ -301,6 +301,8 @@ def insert_receipt(
 
 def find_receipt(database: Database, receipt_id: str) -> ReceiptRow | None:
     """By full id or an unambiguous prefix of it. Raises UsageError when the prefix fits several."""
+    if not receipt_id:
+        raise UsageError("the receipt id is empty; `fabric receipt list` shows them")
     found = find_receipts(database, prefix=receipt_id, limit=2)
     if len(found) > 1:
         raise UsageError(f"receipt id {receipt_id!r} fits more than one receipt; give more digits")

@@ -23,6 +23,8 @@ from fabric_pipelines.errors import UsageError
 from fabric_pipelines.ids import digest
 
 KINDS = ("generate", "embed", "hidden")
+KIND_OF_FUNCTION = {"generate": "generate", "embed": "embed", "hidden_states": "hidden"}
+"""Functions whose table has columns for one kind of result only: another kind's would be lost there."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,6 +44,15 @@ def sampling_kind(sampling: Mapping[str, Any]) -> str:
     if kind not in KINDS:
         raise UsageError(f"sampling kind {kind!r} is unknown; it must be one of {', '.join(KINDS)}")
     return str(kind)
+
+
+def require_function(function: str, kind: str) -> None:
+    """Raise UsageError when `function` has a table that cannot hold results of `kind`."""
+    if KIND_OF_FUNCTION.get(function, kind) != kind:
+        raise UsageError(
+            f"function {function!r} keeps results of kind {KIND_OF_FUNCTION[function]!r}, and this sampling makes "
+            f"{kind!r}: name the function that fits, or one of your own"
+        )
 
 
 def sampling_digest(sampling: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ It forks once, so that the caller waits only for the first half and nobody has t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -31,8 +32,9 @@ def main() -> int:
 
 def _say(line: str) -> None:
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    sys.stderr.write(f"{stamp} {line}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk under the log ends nobody
+        sys.stderr.write(f"{stamp} {line}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

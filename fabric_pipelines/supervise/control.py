@@ -5,6 +5,7 @@ The lock is taken here and handed to the supervisor, so that of two `up` at once
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -234,5 +235,6 @@ def _signal_supervisor(pid: int, number: int) -> None:
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk under the log ends nobody
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()

@@ -6,6 +6,7 @@ refuses nothing and gives up on nothing: what cannot be kept up is shown in the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -38,6 +39,7 @@ class Supervisor:
         self.children = {
             spec.name: Child(spec, place.log_of(spec.name), environment, say) for spec in table
         }
+        self._seen: list[ProcessState] = []
         self._written: list[ProcessState] = []
 
     def run(self) -> None:
@@ -100,10 +102,12 @@ class Supervisor:
         self._show()
 
     def _show(self) -> bool:
-        """Write the state file when something changed; returns whether it did."""
+        """Write the state file when something changed; returns whether it did. A disk that takes no file is no
+        reason to end what runs: the next look tries again."""
         found = [child.described() for child in self.children.values()]
-        changed = found != self._written
-        if changed:
-            self._place.write_state(os.getpid(), self._ui_url, found)
-            self._written = found
+        changed, self._seen = found != self._seen, found
+        if found != self._written:
+            with contextlib.suppress(OSError):
+                self._place.write_state(os.getpid(), self._ui_url, found)
+                self._written = found
         return changed

@@ -153,9 +153,24 @@ def test_with_fabric_debug_the_trace_is_kept(home: Path, monkeypatch: pytest.Mon
     assert isinstance(done.exception, FabricError)
 
 
-def test_wrong_usage_is_exit_code_2() -> None:
-    assert fabric("no-such-command").exit_code == 2
-    assert fabric("results").exit_code == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("no-such-command",), "No such command 'no-such-command': `fabric --help` shows"),
+        (("broker", "dance"), "No such command 'dance': `fabric broker --help` shows"),
+        (("status", "--nope"), "No such option: --nope: `fabric status --help` shows"),
+        (
+            ("--nope", "status"),
+            "No such option: --nope (Possible options: --home): `fabric --help` shows",
+        ),
+        (("results",), "Missing argument 'FUNCTION': `fabric results --help` shows"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(words: tuple[str, ...], said: str) -> None:
+    done = fabric(*words)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
 
 
 def test_every_reading_command_takes_json() -> None:

@@ -89,3 +89,16 @@ def test_a_page_puts_facts_first_and_wraps_lists_between_words() -> None:
 def test_facts_are_never_cut() -> None:
     path = "/srv/" + "x" * 200
     assert screen.page({"home": path}, 80) == [f"home  {path}"]
+
+
+def test_what_a_check_found_is_read_whole_on_any_width() -> None:
+    sentence = (
+        "vectors block of lists 0..15 (vectors/"
+        + "a3" * 32
+        + ".npy) of generation 1 is damaged in list 2"
+    )
+    rows = [{"what": "block", "expected": "1", "found": "2", "sentence": sentence}]
+    for answer in ({"ok": False, "differences": rows}, {"ok": False, "differences": [sentence]}):
+        lines = screen.page(answer, 40)
+        assert sentence in " ".join(line.strip().removeprefix("- ") for line in lines)
+        assert "…" not in "".join(lines)

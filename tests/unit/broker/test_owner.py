@@ -63,7 +63,7 @@ def test_the_same_id_with_other_content_is_a_conflict(bench: Bench) -> None:
     with pytest.raises(SubmissionConflict, match="salt"):
         bench.owner.open_submission(submission_of(BATCHES[:1]))
     with pytest.raises(SubmissionConflict, match="sampling"):
-        bench.owner.open_submission(submission_of(BATCHES, sampling=EMBED))
+        bench.owner.open_submission(submission_of(BATCHES, sampling=EMBED, function="generate"))
 
 
 def test_a_submission_goes_on_where_its_producer_died_however_it_is_cut(bench: Bench) -> None:

@@ -11,6 +11,7 @@ from fabric_pipelines.errors import UsageError
 from fabric_pipelines.records.shape import (
     aligned_lengths,
     output_classes,
+    require_function,
     sampling_digest,
     sampling_kind,
 )
@@ -51,3 +52,15 @@ def test_sampling_of_unknown_kind_is_refused_by_name() -> None:
 def test_sampling_digest_ignores_key_order_only() -> None:
     assert sampling_digest({"a": 1, "b": 2}) == sampling_digest({"b": 2, "a": 1})
     assert sampling_digest({"a": 1}) != sampling_digest({"a": 2})
+
+
+def test_a_function_whose_table_has_no_column_for_a_kind_refuses_it() -> None:
+    for function, kind in (
+        ("embed", "generate"),
+        ("generate", "embed"),
+        ("hidden_states", "embed"),
+    ):
+        with pytest.raises(UsageError, match=f"'{function}' keeps"):
+            require_function(function, kind)
+    assert require_function("embed", "embed") is None
+    assert require_function("my_own", "generate") is None
