@@ -44,6 +44,11 @@ class Settings:
     segment_bytes: int = _setting(256 << 20, "size of one journal segment")
     journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
     checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
+    broker_cold: str = _setting("", "folder or s3:// URL that sealed journal segments move to")
+    broker_hot_high_water_bytes: int = _setting(
+        4 << 30, "with a cold tier: journal bytes on this disk above which segments move there"
+    )
+    broker_hot_low_water_bytes: int = _setting(2 << 30, "and how many of them stay")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )

@@ -8,7 +8,9 @@ from pathlib import Path
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.owner import Owner
-from fabric_pipelines.journal import FileOps, Journal, OsFileOps
+from fabric_pipelines.broker.tiering import Tiering, Water
+from fabric_pipelines.broker.upkeep import Background, at_once
+from fabric_pipelines.journal import FileOps, Journal, ObjectStore, OsFileOps
 from tests.support_broker import Bench, TurnedClock
 
 
@@ -22,6 +24,9 @@ class DiskBench(Bench):
     checkpoint_bytes: int = 1 << 40
     limits: Limits = field(default_factory=lambda: Limits(lease_s=30.0, attempts_max=3))
     time: TurnedClock = field(default_factory=TurnedClock)
+    store: ObjectStore | None = None
+    water: Water | None = None
+    porter: Background = at_once
 
     def _open(self) -> Owner:
         journal = Journal.open(
@@ -30,6 +35,7 @@ class DiskBench(Bench):
             clock=self.time.clock,
             ops=self.ops,
             lazy=True,
+            store=self.store,
         )
         self.journal = journal  # type: ignore[assignment]
         try:
@@ -40,6 +46,8 @@ class DiskBench(Bench):
                 clock=self.time.clock,
                 checkpoints=Checkpoints(self.folder, journal.journal_id, self.ops),
                 checkpoint_bytes=self.checkpoint_bytes,
+                water=self.water,
+                cold_background=self.porter,
             )
         except BaseException:
             journal.close()
@@ -50,6 +58,11 @@ class DiskBench(Bench):
         journal = self.owner.journal
         assert isinstance(journal, Journal)
         return journal
+
+    @property
+    def tiering(self) -> Tiering:
+        assert self.owner.tiering is not None
+        return self.owner.tiering
 
     def crash(self) -> None:
         self.disk._stopped = "killed"

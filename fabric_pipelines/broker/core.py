@@ -7,7 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -376,14 +376,17 @@ class Core:
             # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
             again = call == session.call and session.last_lease in self.state.leases
             return [], self._supply.again(session.last_lease) if again else None
-        session.call = call
+        before, session.call = session.call, call
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
         grant = self._supply.grant(name, session.engine, session.lane, budget, consumers)
         if grant is None:
+            if self._supply.withheld:
+                session.call = before  # it may be asked again: its rows are on their way
             return [], None
         self._account(session, grant)
+        self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
     def _account(self, session: Session, grant: Grant) -> None:
@@ -595,6 +598,15 @@ class Core:
         return Step.DRAINING if left else Step.RETIRED
 
     # -- audits
+
+    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
+        self._supply.near = near
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the last lease passed lanes over whose next rows are away."""
+        return bool(self._supply.withheld)
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     DROP = 14
     MOVE = 15
     MOVE_COMPUTED = 16
+    UPLOADED = 18
 
 
 class Verdict(IntEnum):
@@ -208,6 +209,29 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Uploaded:
+    """The sealed segment of that epoch is in the cold tier: an object of `size` bytes with that CRC32C was read
+    back. Its local file may go once this fact is durable."""
+
+    epoch: int
+    first_lsn: int
+    last_lsn: int
+    size: int
+    crc32c: int
+
+    def encode(self) -> list[Part]:
+        return pack(
+            {
+                "epoch": self.epoch,
+                "first_lsn": self.first_lsn,
+                "last_lsn": self.last_lsn,
+                "size": self.size,
+                "crc32c": self.crc32c,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """Live rows of old ENQUEUE batches (`batches`: their ordinals), copied forward: row i of `ipc` is tasks[i],
     ascending. All that still lives of those batches is here."""
@@ -272,6 +296,7 @@ Fact = (
     | Dropped
     | Moved
     | MovedComputed
+    | Uploaded
 )
 
 
@@ -351,6 +376,7 @@ _KINDS: Mapping[type, Kind] = {
     Dropped: Kind.DROP,
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
+    Uploaded: Kind.UPLOADED,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -371,4 +397,5 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
         numbers_of(_sequences(parts[0]).reshape(-1, 2)), _sequences(parts[1]), parts[2]
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
+    Kind.UPLOADED: lambda head, _: Uploaded(**head),
 }

@@ -8,7 +8,8 @@ drain share one, and only as far as the declared waste allows. Decides nothing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +53,26 @@ class _View:
     def tasks(self) -> Sequences:
         return self.seen[self.at]
 
+    def upto(self, count: int) -> _View:
+        """Without the ready one at that place and what follows it."""
+        return replace(self, seen=self.seen[: self.at[count]], at=self.at[:count])
+
+
+class _RowsAway(Exception):
+    """The next rows of a lane lie in the cold tier."""
+
 
 class Supply:
     def __init__(self, state: State, merge_waste: float) -> None:
         self._state = state
         self._merge_waste = merge_waste
         self._queues: dict[str, LaneQueue] = {}
+        self.near: Callable[[Sequences], int] | None = (
+            None  # how many, from the first, can be read now
+        )
+        self.withheld: list[
+            Lane
+        ] = []  # lanes that the last grant passed over: their next rows are away
 
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""
@@ -88,9 +103,30 @@ class Supply:
             return None
         ready = int(self._state.engine_ready[number])
         fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair)
-        if lane is None:
-            return None
+        try:
+            self.withheld = []
+            while (lane := queue.choose(current, fair)) is not None:
+                try:
+                    return self._grant_from(lane, queue, who, current, budget, fair, consumers)
+                except _RowsAway:
+                    lane.away = True
+                    self.withheld.append(lane)
+        finally:
+            for passed in self.withheld:
+                passed.away = False
+                self._offer(passed)
+        return None
+
+    def _grant_from(
+        self,
+        lane: Lane,
+        queue: LaneQueue,
+        who: str,
+        current: Lane | None,
+        budget: Budget,
+        fair: Budget,
+        consumers: int,
+    ) -> Grant:
         if current is not None and current is not lane:
             current.order.release(who)
         if not lane.key.length:
@@ -127,6 +163,8 @@ class Supply:
         """The next batch of a lane that has ready tasks."""
         index = self._state.index
         view = self._look(lane, budget.sequences, who)
+        if not len(view.at):
+            raise _RowsAway
         tasks = view.tasks
         prompt, shared = index.prompt[tasks].astype(np.int64), self._shared(lane, tasks)
         count = pack(
@@ -178,7 +216,8 @@ class Supply:
             )
             view = _View(lane, who, seen, np.flatnonzero(self._state.index.state[seen] == READY))
             if len(view.at):
-                return view
+                near = len(view.at) if self.near is None else self.near(view.tasks)
+                return view if near == len(view.at) else view.upto(near)
             self._take(view, 0)
 
     def _take(self, view: _View, count: int) -> Sequences:
@@ -195,6 +234,12 @@ class Supply:
         index = self._state.index
         lengths = index.prompt[tasks].astype(np.int64)
         return shared_tokens(index.key[tasks], lengths, among=lane.enqueued)
+
+    def ahead(self, who: str, lane: Lane, sequences: int) -> None:
+        """Rows that this session will need soon are asked for, should they be away."""
+        if self.near is not None and lane.ready:
+            who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+            self.near(lane.order.peek(sequences, who))
 
     def stranded(self) -> list[str]:
         """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""
