@@ -265,7 +265,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
 def _broker_status(settings: Settings) -> dict[str, Any]:
     from fabric_pipelines.broker.client import BrokerClient
 
-    with BrokerClient(settings.broker_endpoint, role="admin") as client:
+    with BrokerClient.of(settings, role="admin") as client:
         found = client.status()
     answer: dict[str, Any] = {**plain(found), "total": found.total.as_json()}
     return answer
@@ -531,7 +531,7 @@ def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
     """Rebuild the state from the log alone and compare; exit code 3 if anything differs."""
     from fabric_pipelines.broker.client import BrokerClient
 
-    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+    with BrokerClient.of(_settings(ctx), role="admin", timeout_s=600) as client:
         report = client.verify()
     _emit(plain(report), as_json)
     _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
@@ -542,7 +542,7 @@ def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
     """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
     from fabric_pipelines.broker.client import BrokerClient
 
-    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
+    with BrokerClient.of(_settings(ctx), role="admin", timeout_s=600) as client:
         report = client.scrub()
     _emit(plain(report), as_json)
     places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]

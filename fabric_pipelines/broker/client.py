@@ -36,12 +36,17 @@ from fabric_pipelines.broker.replies import (
     broker_status,
     scrub_report,
 )
+from fabric_pipelines.broker.transport import (
+    Credentials,
+    credentials_for,
+    require_reachable,
+    require_strong_ciphers,
+)
 from fabric_pipelines.broker.wire import (
     from_flight_error,
     message,
     raise_error,
     read_message,
-    require_local,
 )
 from fabric_pipelines.errors import (
     BrokerUnavailable,
@@ -57,6 +62,7 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
+from fabric_pipelines.settings import Settings
 
 __all__ = [
     "AttachReply",
@@ -86,9 +92,17 @@ TaskIds: TypeAlias = Any
 
 class BrokerClient:
     def __init__(
-        self, endpoint: str, *, role: str, session: str | None = None, timeout_s: float = 10
+        self,
+        endpoint: str,
+        *,
+        role: str,
+        session: str | None = None,
+        timeout_s: float = 10,
+        credentials: Credentials | None = None,
     ) -> None:
-        self.endpoint = require_local(endpoint)
+        """`role` is declared on this machine; off it the certificate of `credentials` decides."""
+        self.endpoint = require_reachable(endpoint, credentials)
+        self._credentials = credentials
         self.role = role
         self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
         self.timeout_s = timeout_s
@@ -96,6 +110,20 @@ class BrokerClient:
         self._client: flight.FlightClient | None = None
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, role: str, session: str | None = None, timeout_s: float = 10
+    ) -> BrokerClient:
+        """To the broker that settings name, with their credentials where it is on another machine."""
+        endpoint = settings.broker_endpoint
+        return cls(
+            endpoint,
+            role=role,
+            session=session,
+            timeout_s=timeout_s,
+            credentials=credentials_for(endpoint, settings),
+        )
 
     def __enter__(self) -> BrokerClient:
         return self
@@ -151,9 +179,8 @@ class BrokerClient:
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
-        if self._acknowledged is not None:
-            self.hello()  # a stream has no place to present it
-        descriptor = flight.FlightDescriptor.for_command(submission.to_json().encode())
+        head = {**json.loads(submission.to_json()), **self._presented()}
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
             writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
         except (flight.FlightError, pa.ArrowException, OSError) as fault:
@@ -324,9 +351,7 @@ class BrokerClient:
     def _call(
         self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        presented = {} if self._acknowledged is None else {ACKNOWLEDGED: self._acknowledged}
-        who = {"role": self.role, "session": self.session}
-        body = message({**head, **who, **presented}, *parts)
+        body = message({**head, "session": self.session, **self._presented()}, *parts)
         options = flight.FlightCallOptions(timeout=timeout_s or self.timeout_s)
         try:
             answers = list(self._flight().do_action(flight.Action(name, body), options))
@@ -335,6 +360,11 @@ class BrokerClient:
         reply, payload = read_message(answers[0].body)
         raise_error(reply)
         return self._note(reply), payload
+
+    def _presented(self) -> dict[str, Any]:
+        """What every request says beside its own: protocol, role, and what was acknowledged so far."""
+        said = {"protocol": PROTOCOL_VERSION, "role": self.role}
+        return said if self._acknowledged is None else {**said, ACKNOWLEDGED: self._acknowledged}
 
     def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take what an answer says of durability out of it, and remember the highest."""
@@ -346,7 +376,17 @@ class BrokerClient:
 
     def _flight(self) -> flight.FlightClient:
         if self._client is None:
-            self._client = flight.FlightClient(self.endpoint, generic_options=CHANNEL_OPTIONS)
+            secrets: dict[str, Any] = {}
+            if (mine := self._credentials) is not None:
+                require_strong_ciphers()
+                secrets = {
+                    "tls_root_certs": mine.ca,
+                    "cert_chain": mine.chain,
+                    "private_key": mine.key,
+                }
+            self._client = flight.FlightClient(
+                self.endpoint, generic_options=CHANNEL_OPTIONS, **secrets
+            )
         return self._client
 
     def _read_answer(self, reader: Any) -> SubmissionState | None:

@@ -205,6 +205,9 @@ class Core:
             )
         return []
 
+    def knows(self, submission_id: str) -> bool:
+        return submission_id in self.state.by_submission
+
     def known(self, submission_id: str) -> SubmissionRecord:
         record = self.state.by_submission.get(submission_id)
         if record is None:
