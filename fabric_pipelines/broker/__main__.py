@@ -21,6 +21,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker import callsocket
+from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
@@ -30,12 +32,14 @@ from fabric_pipelines.broker.transport import (
     TLS,
     UNIX,
     Credentials,
+    call_path,
     credentials_for,
     prove_strong,
     require_listen,
     require_local,
     require_strong_ciphers,
 )
+from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
@@ -95,13 +99,14 @@ def serve(settings: Settings) -> int:
         desk = Desk(owner, _end)
         desk.start()
         servers = [_bind(where, desk, credentials) for where, credentials in doors]
+        calls = _bind_calls(endpoint, servers[0])
         print(  # noqa: T201 - the supervisor waits for this line
             f"broker ready on {' and '.join(where for where, _ in doors)} journal {journal.journal_id} incarnation "
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
             flush=True,
         )
         stop.wait()
-        clean = _shut(servers, desk)
+        clean = _shut(servers, calls, desk)
         owner.finish()
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
@@ -121,11 +126,13 @@ def _end(sentence: str) -> None:
     os._exit(EXIT_FATAL)
 
 
-def _shut(servers: list[BrokerServer], desk: Desk) -> bool:
+def _shut(servers: list[BrokerServer], calls: CallServer | None, desk: Desk) -> bool:
     """Answer what was asked, then close. A producer that holds its stream open is cut off after a while
     (False); what it sent is safe."""
     closing = [threading.Thread(target=server.shutdown, daemon=True) for server in servers]
     desk.stop()
+    if calls is not None:
+        calls.close()
     for thread in closing:
         thread.start()
     until = time.monotonic() + STOP_WAIT_S
@@ -165,11 +172,25 @@ def _bind(endpoint: str, desk: Desk, credentials: Credentials | None) -> BrokerS
     return server
 
 
+def _bind_calls(endpoint: str, server: BrokerServer) -> CallServer | None:
+    """The call socket beside a Unix socket; none beside a port."""
+    path = call_path(endpoint)
+    if path is None:
+        return None
+    try:
+        return CallServer(path, server.answer, error_head)
+    except OSError as fault:
+        raise StorageFailed(
+            f"the broker cannot listen on {path} ({fault.strerror}): set FABRIC_BROKER_URL to a socket path "
+            "that is free"
+        ) from fault
+
+
 def _free_socket(endpoint: str) -> None:
     if not endpoint.startswith(UNIX):
         return
     path = Path(endpoint.removeprefix(UNIX))
-    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+    if len(os.fsencode(callsocket.path_beside(path))) > UNIX_PATH_BYTES_MAX:
         raise StorageFailed(
             f"socket path {path} is longer than {UNIX_PATH_BYTES_MAX} bytes: set FABRIC_HOME or "
             "FABRIC_BROKER_URL to a shorter one"

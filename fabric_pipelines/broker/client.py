@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from fabric_pipelines.broker.callsocket import CallConnection
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
@@ -38,6 +39,7 @@ from fabric_pipelines.broker.replies import (
 )
 from fabric_pipelines.broker.transport import (
     Credentials,
+    call_path,
     credentials_for,
     require_reachable,
     require_strong_ciphers,
@@ -108,6 +110,8 @@ class BrokerClient:
         self.timeout_s = timeout_s
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
+        self._calls: CallConnection | None = None
+        self._call_path = call_path(self.endpoint)
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
 
@@ -141,6 +145,9 @@ class BrokerClient:
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
 
     # -- anyone
 
@@ -351,15 +358,37 @@ class BrokerClient:
     def _call(
         self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        body = message({**head, "session": self.session, **self._presented()}, *parts)
-        options = flight.FlightCallOptions(timeout=timeout_s or self.timeout_s)
-        try:
-            answers = list(self._flight().do_action(flight.Action(name, body), options))
-        except (flight.FlightError, pa.ArrowException, OSError) as fault:
-            raise self._fault(fault) from fault
-        reply, payload = read_message(answers[0].body)
+        asked = {**head, "session": self.session, **self._presented()}
+        limit_s = timeout_s or self.timeout_s
+        ask = self._call_local if self._call_path is not None else self._call_flight
+        reply, payload = ask(name, asked, parts, limit_s)
         raise_error(reply)
         return self._note(reply), payload
+
+    def _call_local(
+        self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        assert self._call_path is not None
+        if self._calls is None:
+            self._calls = CallConnection(self._call_path, self.endpoint)
+        try:
+            return self._calls.call(name, head, parts, timeout_s)
+        except (
+            BaseException
+        ):  # Ctrl-C too: an answer that nobody took would be that of the next call
+            self.close()
+            raise
+
+    def _call_flight(
+        self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        options = flight.FlightCallOptions(timeout=timeout_s)
+        action = flight.Action(name, message(head, *parts))
+        try:
+            answers = list(self._flight().do_action(action, options))
+        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            raise self._fault(fault) from fault
+        return read_message(answers[0].body)
 
     def _presented(self) -> dict[str, Any]:
         """What every request says beside its own: protocol, role, and what was acknowledged so far."""

@@ -98,20 +98,29 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 root_certificates=credentials.ca,
             )
 
-    def _identity(self, context: Any, role: Any) -> Identity:
-        return certified(context.peer_identity()) if self._secured else declared(role)
+    def _identity(self, context: Any, head: Head) -> Identity:
+        """`context` is that of a Flight call; there is no other way in from another machine."""
+        return certified(context.peer_identity()) if self._secured else declared(head.get("role"))
 
     # -- DoAction
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         try:
             head, parts = read_message(action.body)
-            who = self._identity(context, head.get("role"))
-            answer, payload = self._dispatch(action.type, head, parts, who)
-            answer = {**answer, ACKNOWLEDGED: self._desk.acknowledged}
         except FabricError as fault:
-            answer, payload = error_head(fault), ()
+            return iter([flight.Result(message(error_head(fault)))])
+        answer, payload = self.answer(action.type, head, parts, context)
         return iter([flight.Result(message(answer, *payload))])
+
+    def answer(
+        self, name: str, head: Head, parts: list[memoryview], context: Any = None
+    ) -> tuple[dict[str, Any], tuple[Part, ...]]:
+        """One request, however it came; an error is an answer too."""
+        try:
+            answer, payload = self._dispatch(name, head, parts, self._identity(context, head))
+        except FabricError as fault:
+            return error_head(fault), ()
+        return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
 
     def _dispatch(self, name: str, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         act = self._actions.get(name)
@@ -271,7 +280,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         the submission as it stands, so that a producer can go on where an earlier one stopped."""
         try:
             head = _opening(descriptor.command)
-            who = self._identity(context, head.get("role"))
+            who = self._identity(context, head)
             require_role(who, "submit")
             require_protocol(head)
             self._require_kept(head)

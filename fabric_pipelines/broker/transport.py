@@ -1,6 +1,7 @@
 """Transports: which endpoints there are, and the credentials that a connection off this machine needs.
 
-    grpc+unix://<path>           this machine; the socket's file permissions are the guard
+    grpc+unix://<path>           this machine; the socket's file permissions are the guard. Calls go over the
+                                 call socket beside it (callsocket.py), bulk through Flight
     grpc://127.0.0.1:<port>      this machine, every user of it
     grpc+tls://<host>:<port>     any machine, mutual TLS: both sides show a certificate of one private CA
 
@@ -17,6 +18,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_pipelines.broker.callsocket import path_beside
 from fabric_pipelines.errors import Refused, SettingsError
 from fabric_pipelines.settings import PLAIN_PATH, Settings
 
@@ -67,6 +69,13 @@ class Credentials:
 def credentials_for(endpoint: str, settings: Settings) -> Credentials | None:
     """What a connection to, or a server on, that endpoint needs; None where it stays on this machine."""
     return Credentials.of(settings) if endpoint.startswith(TLS) else None
+
+
+def call_path(endpoint: str) -> Path | None:
+    """The call socket beside an endpoint; None where there is none and calls go through Flight."""
+    if not endpoint.startswith(UNIX):
+        return None
+    return path_beside(Path(endpoint.removeprefix(UNIX)))
 
 
 def require_local(endpoint: str) -> str:
