@@ -37,7 +37,6 @@ from fabric_pipelines.broker.transport import (
     prove_strong,
     require_listen,
     require_local,
-    require_strong_ciphers,
 )
 from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.errors import (
@@ -157,8 +156,6 @@ def _doors(settings: Settings) -> list[tuple[str, Credentials | None]]:
 
 
 def _bind(endpoint: str, desk: Desk, credentials: Credentials | None) -> BrokerServer:
-    if credentials is not None:
-        require_strong_ciphers()
     try:
         server = BrokerServer(endpoint, desk, credentials)
     except (pa.ArrowException, OSError) as fault:
@@ -168,7 +165,9 @@ def _bind(endpoint: str, desk: Desk, credentials: Credentials | None) -> BrokerS
             "a socket path or port that is free"
         ) from fault
     if credentials is not None:
-        prove_strong(endpoint, server.port, credentials)
+        prove_strong(endpoint, server.port)
+    elif endpoint.startswith(UNIX):
+        Path(endpoint.removeprefix(UNIX)).chmod(0o600)
     return server
 
 

@@ -405,9 +405,9 @@ class BrokerClient:
 
     def _flight(self) -> flight.FlightClient:
         if self._client is None:
+            require_strong_ciphers()
             secrets: dict[str, Any] = {}
             if (mine := self._credentials) is not None:
-                require_strong_ciphers()
                 secrets = {
                     "tls_root_certs": mine.ca,
                     "cert_chain": mine.chain,

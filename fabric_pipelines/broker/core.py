@@ -104,7 +104,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
     same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
@@ -116,6 +116,7 @@ class Session:
     lane: Lane | None = None
     call: int = -1
     last_lease: int = 0
+    tenant: str | None = None
 
 
 class Core:
@@ -323,7 +324,7 @@ class Core:
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = np.unique(tasks[known])
+        tasks = self._of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
@@ -339,6 +340,14 @@ class Core:
         return facts, AttachReply(
             name, tuple(accepted), tuple(lost), round(self.limits.lease_s * 1000)
         )
+
+    def _of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
+        """Those of `tasks` that this tenant may know of; all of them for None."""
+        if tenant is None:
+            return tasks
+        lanes = self.state.index.lane[tasks]
+        its = [at for at in distinct(lanes).tolist() if self.state.lanes[at].key.tenant == tenant]
+        return tasks[np.isin(lanes, its)]
 
     def _held_by(self, name: str) -> Sequences:
         """Tasks leased to, or in doubt with, this session."""
@@ -383,7 +392,9 @@ class Core:
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        grant = self._supply.grant(name, session.engine, session.lane, budget, consumers)
+        grant = self._supply.grant(
+            name, session.engine, session.lane, budget, consumers, session.tenant
+        )
         if grant is None:
             return [], None
         self._account(session, grant)

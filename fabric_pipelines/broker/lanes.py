@@ -137,13 +137,12 @@ class LaneQueue:
         """A lease of `tokens` went to this tenant."""
         self._turns.charge(tenant, tokens)
 
-    def choose(self, current: Lane | None, budget: Budget) -> Lane | None:
+    def choose(self, current: Lane | None, budget: Budget, only: str | None = None) -> Lane | None:
         """The lane to serve: the session's current one until it cannot fill the budget (packed work that drains
         is emptied first) or its tenant's turn is over; else, of the tenant whose turn it is, the first that can
-        fill it; else its longest. None when nothing is ready."""
-        asked = current.key.tenant if current is not None else None
-        while (tenant := self._turns.next(asked)) is not None and not self._has_work(tenant):
-            self._turns.leave(tenant)
+        fill it; else its longest. None when nothing is ready. `only` that tenant's, whoever's turn it is: a
+        session that serves one tenant takes nothing from the others."""
+        tenant = self._whose_turn(current) if only is None else self._if_it_has_work(only)
         if tenant is None:
             return None
         if (
@@ -154,6 +153,15 @@ class LaneQueue:
         ):
             return current
         return self._first_that_fills(self._heaps[tenant], budget)
+
+    def _whose_turn(self, current: Lane | None) -> str | None:
+        asked = current.key.tenant if current is not None else None
+        while (tenant := self._turns.next(asked)) is not None and not self._has_work(tenant):
+            self._turns.leave(tenant)
+        return tenant
+
+    def _if_it_has_work(self, tenant: str) -> str | None:
+        return tenant if tenant in self._heaps and self._has_work(tenant) else None
 
     def neighbours(self, lane: Lane) -> list[Lane]:
         """Draining lanes of the same work with shorter prompts, longest first."""

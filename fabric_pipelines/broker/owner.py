@@ -464,9 +464,12 @@ class Owner:
         profile: Profile,
         held: Sequence[int],
         call: int = -1,
+        tenant: str | None = None,
     ) -> AttachReply:
         deadline = self.clock.monotonic_s() + self.limits.lease_s
-        session = Session(name, engine, engine_fingerprint, device, profile, deadline, call=call)
+        session = Session(
+            name, engine, engine_fingerprint, device, profile, deadline, call=call, tenant=tenant
+        )
         facts, reply = self.core.attach(session, held)
         self._log(facts)
         return reply

@@ -37,7 +37,7 @@ from fabric_pipelines.broker.roles import (
     require_tenant,
 )
 from fabric_pipelines.broker.state import BatchColumns
-from fabric_pipelines.broker.transport import Credentials
+from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import (
     FabricError,
@@ -68,6 +68,7 @@ Reply = tuple[dict[str, Any], tuple[Part, ...]]
 class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no types
     def __init__(self, endpoint: str, desk: Desk, credentials: Credentials | None = None) -> None:
         """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk."""
+        require_strong_ciphers()  # also of a plain one: gRPC reads the list once in a process
         self._desk = desk
         self._secured = credentials is not None
         self._actions: dict[str, Callable[[Head, list[memoryview], Identity], Reply]] = {
@@ -188,9 +189,11 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         name, profile = _session(head, who), Profile(**head["profile"])
         engine, device = str(head["engine"]), str(head["device"])
         fingerprint, held = str(head["engine_fingerprint"]), _ids(parts[0]).tolist()
-        call = int(head.get("call", -1))
+        call, tenant = int(head.get("call", -1)), who.tenant if who.bound else None
         return self._ask(
-            lambda owner: owner.attach(name, engine, fingerprint, device, profile, held, call),
+            lambda owner: owner.attach(
+                name, engine, fingerprint, device, profile, held, call, tenant
+            ),
             Rank.ACKNOWLEDGE,
         )
 

@@ -79,16 +79,22 @@ class Supply:
         self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
     def grant(
-        self, who: str, engine: str, current: Lane | None, budget: Budget, consumers: int
+        self,
+        who: str,
+        engine: str,
+        current: Lane | None,
+        budget: Budget,
+        consumers: int,
+        tenant: str | None = None,
     ) -> Grant | None:
         """The next lease of session `who`, which was last served from `current`; its tasks leave the order.
-        None when nothing is ready for the engine."""
+        None when nothing is ready for the engine (of `tenant`, if one is given)."""
         queue, number = self._queues.get(engine), self._state.engines.get(engine)
         if queue is None or number is None:
             return None
         ready = int(self._state.engine_ready[number])
         fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair)
+        lane = queue.choose(current, fair, tenant)
         if lane is None:
             return None
         if current is not None and current is not lane:

@@ -7,7 +7,7 @@
 
 Plain connections never leave the machine and mutual TLS has no off switch: there is no flag to look for. gRPC
 takes TLS 1.2 and 1.3 and offers no way to set the lower bound; what it does offer is the list of cipher suites, so
-that both of ours take suites with authenticated encryption only, and a server proves it of itself before it serves.
+that both of ours take suites with authenticated encryption only, and a server proves that of itself when it starts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,8 @@ PLAIN = "grpc://"
 TLS = "grpc+tls://"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 PORT_MAX = 65_535
-# gRPC reads this variable when the first TLS connection of a process is made, and takes TLS 1.2 names only; the
-# suites of TLS 1.3 all have authenticated encryption and are always on.
+# gRPC reads this variable once, when its first client or server of a process is made, and takes TLS 1.2 names only;
+# the suites of TLS 1.3 all have authenticated encryption and are always on.
 CIPHERS_VARIABLE = "GRPC_SSL_CIPHER_SUITES"
 AEAD_SUITES = ":".join(
     f"ECDHE-{key}-{cipher}"
@@ -37,6 +38,7 @@ AEAD_SUITES = ":".join(
 )
 WEAK_SUITES = "ECDHE+AES:!AESGCM:!AESCCM:@SECLEVEL=0"  # as OpenSSL names those with CBC
 PROBE_S = 5.0
+SERVER_HELLO = (22, 2)  # RFC 5246: record type "handshake"; at byte 5, message type "server hello"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +130,43 @@ def require_listen(endpoint: str, credentials: Credentials | None) -> str:
 
 def require_strong_ciphers() -> None:
     """From here on this process uses suites with authenticated encryption only, whatever its environment says.
-    Call before the first TLS connection or server."""
+    Call before anything of gRPC exists in it, a plain client or server included."""
     os.environ[CIPHERS_VARIABLE] = AEAD_SUITES
 
 
-def prove_strong(endpoint: str, port: int, credentials: Credentials) -> None:
+def prove_strong(endpoint: str, port: int) -> None:
     """Refused if the TLS server at `port` takes a suite without authenticated encryption from a client that has
-    nothing else: something in this process made a TLS connection before the list was set."""
+    nothing else, which means that gRPC was used before the list was set."""
     host = _address(endpoint.removeprefix(TLS))[0].strip("[]")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if not answers_hello(host, port, WEAK_SUITES):
+        return
+    raise Refused(
+        f"the broker on {endpoint} would take cipher suites without authenticated encryption: start it in a process "
+        f"of its own, with {CIPHERS_VARIABLE} unset"
+    )
+
+
+def answers_hello(host: str, port: int, suites: str) -> bool:
+    """Whether a TLS server there agrees to TLS 1.2 with one of these suites (OpenSSL's words). Reads no further
+    than its first message: what comes after needs a certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = (
         False,
         ssl.CERT_NONE,
     )  # asked is what it takes, not who it is
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers(WEAK_SUITES)
+    context.set_ciphers(suites)
     context.set_alpn_protocols(["h2"])
-    try:
-        with (
-            socket.create_connection((host, port), timeout=PROBE_S) as plain,
-            context.wrap_socket(plain) as wrapped,
-        ):
-            taken = wrapped.cipher()
-    except OSError:
-        return  # ssl.SSLError is one
-    raise Refused(
-        f"the broker on {endpoint} would take the cipher suite {taken and taken[0]}: start it in a process of its "
-        f"own, with {CIPHERS_VARIABLE} unset"
-    )
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    start = b""
+    with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+        connection.sendall(outgoing.read())
+        while len(start) < 6 and (more := connection.recv(16)):
+            start += more
+    return len(start) >= 6 and (start[0], start[5]) == SERVER_HELLO
 
 
 def _address(text: str) -> tuple[str, int]:

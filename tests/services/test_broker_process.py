@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,13 @@ from tests.support import eventually
 from tests.support_broker import (
     BURIED,
     EMBED,
-    ENGINE,
     LANDED,
-    PROFILE,
     completions,
     ids_of,
     submission_of,
     tasks_of,
 )
+from tests.support_broker_process import Broker, attach
 
 PRODUCER = """
 import sys
@@ -70,41 +68,6 @@ while True:
 """
 
 
-@dataclass
-class Broker:
-    settings: settings.Settings
-    process: subprocess.Popen[str] | None = None
-
-    def start(self) -> str:
-        """Start the process and return its ready line."""
-        environ = {**os.environ, **self.settings.as_environment()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fabric_pipelines.broker"],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("broker ready on "), self.end(signal.SIGTERM)
-        return line
-
-    def end(self, number: int) -> tuple[int, str]:
-        """(exit code, stderr) after the signal."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=15)
-        code, self.process = self.process.returncode, None
-        return code, errors
-
-    def kill(self) -> None:
-        self.end(signal.SIGKILL)
-
-    def client(self, role: str, session: str | None = None) -> BrokerClient:
-        return BrokerClient(self.settings.broker_endpoint, role=role, session=session, timeout_s=5)
-
-
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 1_000}
@@ -120,12 +83,6 @@ def worker(broker: Broker) -> Iterator[BrokerClient]:
     with broker.client("worker", "w") as client:
         attach(client)
         yield client
-
-
-def attach(client: BrokerClient, held: list[int] | None = None) -> tuple[int, ...]:
-    return client.attach(
-        engine=ENGINE, engine_fingerprint="f", device="cpu:0", profile=PROFILE, held=held or []
-    ).accepted
 
 
 def submit(broker: Broker, header: Submission, batches: list[pa.RecordBatch]) -> int:
