@@ -55,8 +55,13 @@ STOP_WAIT_S = 2.0
 
 
 def main() -> int:
+    return run()
+
+
+def run(settings: Settings | None = None) -> int:
+    """Exit code of a broker with these settings, or those of the environment."""
     try:
-        return serve(settings_module.load())
+        return serve(settings_module.load() if settings is None else settings)
     except (FabricError, Fatal) as fault:
         _say(fault)
         return getattr(fault, "exit_code", EXIT_FATAL)

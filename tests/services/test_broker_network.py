@@ -6,9 +6,12 @@ the name in the certificate, nothing else.
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -252,6 +255,40 @@ def test_only_suites_with_authenticated_encryption_are_taken_whatever_the_shell_
 ) -> None:
     found = handshake(served, version=version, suites=suites)
     assert found.startswith(taken) if taken else found == ""
+
+
+CARELESS = """
+import sys
+import pyarrow.flight as flight
+from pathlib import Path
+from fabric_pipelines.broker.transport import prove_strong
+papers = Path(sys.argv[1])
+ca, chain, key = ((papers / name).read_bytes() for name in ("ca.pem", "broker.pem", "broker.key"))
+server = flight.FlightServerBase(
+    "grpc+tls://127.0.0.1:0", tls_certificates=[(chain, key)], verify_client=True, root_certificates=ca
+)
+prove_strong("grpc+tls://127.0.0.1:0", server.port)
+"""
+
+
+@pytest.mark.parametrize(
+    ("suites", "code"), [("ECDHE-ECDSA-AES128-SHA", 1), ("ECDHE-ECDSA-AES128-GCM-SHA256", 0)]
+)
+def test_a_server_that_would_take_a_weak_suite_finds_that_out_itself(
+    papers: Path, suites: str, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CARELESS, str(papers)],
+        env={**os.environ, CIPHERS_VARIABLE: suites},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, "without authenticated encryption" in done.stderr) == (
+        code,
+        bool(code),
+    )
 
 
 @pytest.mark.parametrize("certificate", ["", "broker"])
