@@ -26,6 +26,7 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
 )
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
@@ -59,7 +60,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc_part
+from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -129,7 +130,7 @@ class Core:
         self._grace_s = now_s + limits.lease_s
         self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
-        self._fingerprints: dict[str, Fingerprinter] = {}
+        self._contents: dict[str, Fingerprinter] = {}
         self._stepping: set[int] = set()
         self._derive()
 
@@ -171,7 +172,7 @@ class Core:
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
-            self._fingerprints.pop(fact.submission_id, None)
+            self._contents.pop(fact.submission_id, None)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
             self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
@@ -243,7 +244,7 @@ class Core:
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
         ordinal = len(record.batches)
-        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_pieces(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -259,29 +260,50 @@ class Core:
                 f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
                 f"{record.rows} and {record.tokens}"
             )
-        running = self._fingerprints.get(submission_id)
-        if running is None or running.tasks != record.rows:
-            running = None if stored is None else Fingerprinter()
-            for batch in stored or ():
-                assert running is not None
+        running = self._contents.get(submission_id)
+        proven = running is not None and _is(running, header)
+        if not proven and stored is not None:
+            running = Fingerprinter()
+            for batch in stored:
                 running.update(batch)
-        if running is None:
-            self.counters["closed_unproven"] += 1
-        elif running.hexdigest() != header.fingerprint:
+            proven = _is(running, header)
+        if not proven and running is not None and running.tasks == header.tasks:
             raise SubmissionConflict(
                 f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
                 "it stays open; submit the right content under another id (set the salt)"
             )
+        if not proven:
+            self.counters["closed_unproven"] += 1
         return [SubmissionClosed(submission_id)]
 
-    def remember_content(self, submission_id: str, batch: pa.RecordBatch) -> None:
-        """Carry the fingerprint along, while the batch is in the cache."""
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """What fingerprints the content so far, for one stream to carry on; None if that is no longer known."""
         record = self.known(submission_id)
-        running = self._fingerprints.get(submission_id)
-        if running is None and record.rows == batch.num_rows:
-            running = self._fingerprints[submission_id] = Fingerprinter()
-        if running is not None and running.tasks + batch.num_rows == record.rows:
+        if not record.rows:
+            return Fingerprinter()
+        running = self._contents.get(submission_id)
+        if running is None or running.tasks != record.rows:
+            return None
+        self._contents[submission_id] = running.copy()
+        return self._contents[submission_id]
+
+    def remember_content(
+        self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
+    ) -> None:
+        """The rows of `batch` were taken. `content`: fingerprinted by the stream they came in, which may be ahead;
+        it counts only while every row came in that stream. None: it is done here."""
+        record = self.known(submission_id)
+        before = record.rows - batch.num_rows
+        running = self._contents.pop(submission_id, None)
+        if content is not None:
+            if content is running or not before:
+                self._contents[submission_id] = content
+            return
+        if running is None and not before:
+            running = Fingerprinter()
+        if running is not None and running.tasks == before:
             running.update(batch)
+            self._contents[submission_id] = running
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
@@ -420,7 +442,7 @@ class Core:
         session.deadline_s = now_s + self.limits.lease_s
 
     def computed(
-        self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
+        self, name: str, batch: pa.RecordBatch, ipc: Part
     ) -> tuple[list[Fact], ComputedReply]:
         """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
         another session took over meanwhile; a failure of an attempt that is counted already is a duplicate."""
@@ -614,6 +636,11 @@ class Core:
         tasks = task_ids - np.int64(self.state.incarnation << SEQUENCE_BITS)
         known = (tasks >= 0) & (tasks < self.state.index.count)
         return np.where(known, tasks, 0), known
+
+
+def _is(running: Fingerprinter, header: Submission) -> bool:
+    """Whether this is the content of the submission, all of it."""
+    return running.tasks == header.tasks and running.hexdigest() == header.fingerprint
 
 
 def _returned(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.broker.envelope import Part, as_part, pack, unpack
+from fabric_pipelines.broker.envelope import Part, Piece, as_part, pack, unpack
 from fabric_pipelines.errors import CorruptionFound, SchemaError, UsageError
 from fabric_pipelines.records.submission import Submission
 
@@ -59,7 +59,7 @@ class Verdict(IntEnum):
 class SubmissionOpened:
     header: Submission
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"header": self.header.to_json()})
 
 
@@ -76,7 +76,7 @@ class Enqueued:
     ipc: Part
     rule: int = 1  # lanes.RULE of the broker that took it
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {
             "submission_id": self.submission_id,
             "batch": self.batch,
@@ -92,7 +92,7 @@ class Enqueued:
 class SubmissionClosed:
     submission_id: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"submission_id": self.submission_id})
 
 
@@ -106,7 +106,7 @@ class Leased:
     lane: int
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"lease_id": self.lease_id, "session": self.session, "lane": self.lane}
         return pack(head, [as_part(self.tasks)])
 
@@ -119,7 +119,7 @@ class Claimed:
     session: str
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)])
 
 
@@ -134,7 +134,7 @@ class Computed:
     padded_tokens: int
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack(
             {"session": self.session, "padded_tokens": self.padded_tokens},
             [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],
@@ -153,7 +153,7 @@ class Returned:
     tasks: Sequences
     verdicts: Bytes8
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
 
@@ -167,7 +167,7 @@ class Settled:
     confirmation_kind: str
     proof: Mapping[str, Any]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"confirmation": self.confirmation_kind, "proof": dict(self.proof)}
         return pack(head, [as_part(self.tasks)])
 
@@ -178,7 +178,7 @@ class Started:
 
     version: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"version": self.version})
 
 
@@ -190,7 +190,7 @@ class CheckpointTaken:
     digest: str
     size: int
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lsn": self.lsn, "digest": self.digest, "size": self.size})
 
 
@@ -203,7 +203,7 @@ class Dropped:
     base: int
     digest: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"below": self.below, "base": self.base, "digest": self.digest})
 
 
@@ -216,7 +216,7 @@ class Moved:
     batches: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(runs_of(self.tasks)), as_part(self.batches), self.ipc])
 
 
@@ -227,7 +227,7 @@ class MovedComputed:
     tasks: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.tasks), self.ipc])
 
 
@@ -253,7 +253,7 @@ class LanesStepped:
 
     steps: npt.NDArray[np.int64]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.steps)])
 
 

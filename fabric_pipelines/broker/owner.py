@@ -20,6 +20,7 @@ import fabric_pipelines
 from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Core, Limits, Session
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Computed,
     Enqueued,
@@ -31,6 +32,7 @@ from fabric_pipelines.broker.facts import (
     kind_of,
     rows_of,
 )
+from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
@@ -60,7 +62,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 GROUP_BYTES = 8 << 20
 AUDIT_EVERY_S = 10.0
@@ -74,6 +76,7 @@ class TaskUpload:
     first_row: int
     batch: pa.RecordBatch
     columns: BatchColumns
+    content: Fingerprinter | None = None  # of the submission up to and with this batch
 
 
 class Fatal(Exception):
@@ -365,9 +368,14 @@ class Owner:
         if fresh is not None:
             self._require_room()
             whole = fresh.num_rows == upload.batch.num_rows
-            self._log(facts, upload.columns if whole else None)
-            self.core.remember_content(upload.submission_id, fresh)
+            self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
+            content = upload.content if whole else None
+            self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
+
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """For a stream that goes on with this submission, to be carried along outside the owner's thread."""
+        return self.core.content_of(submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
         record, index = self.core.known(submission_id), self.core.state.index
@@ -429,7 +437,7 @@ class Owner:
     def renew(self, name: str) -> RenewReply:
         return self.core.renew(name, self.clock.monotonic_s(), self.clock.wall_us())
 
-    def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
+    def computed(self, name: str, batch: pa.RecordBatch, ipc: Part) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
         self._log(facts, batch=batch if whole else None)

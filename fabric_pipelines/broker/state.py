@@ -52,7 +52,7 @@ from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
-from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
@@ -184,7 +184,7 @@ class State:
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
         record = self.by_submission[fact.submission_id]
-        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc), fact.rule)
+        columns = columns or BatchColumns.of(record.header, read_ipc(whole(fact.ipc)), fact.rule)
         if fact.base != self.index.count or len(columns.prompt) != fact.rows:
             raise BalanceBroken(
                 f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "
