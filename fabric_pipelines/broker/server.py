@@ -94,11 +94,20 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         try:
             head, parts = read_message(action.body)
-            answer, payload = self._dispatch(action.type, head, parts)
-            answer = {**answer, ACKNOWLEDGED: self._desk.acknowledged}
         except FabricError as fault:
-            answer, payload = error_head(fault), ()
+            return iter([flight.Result(message(error_head(fault)))])
+        answer, payload = self.answer(action.type, head, parts)
         return iter([flight.Result(message(answer, *payload))])
+
+    def answer(
+        self, name: str, head: Head, parts: list[memoryview]
+    ) -> tuple[dict[str, Any], tuple[Part, ...]]:
+        """One request, however it came; an error is an answer too."""
+        try:
+            answer, payload = self._dispatch(name, head, parts)
+        except FabricError as fault:
+            return error_head(fault), ()
+        return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
 
     def _dispatch(self, name: str, head: Head, parts: list[memoryview]) -> Reply:
         act, allowed = self._actions.get(name), ROLES.get(name, frozenset())
