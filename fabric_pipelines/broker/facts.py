@@ -42,6 +42,7 @@ class Kind(IntEnum):
     DROP = 14
     MOVE = 15
     MOVE_COMPUTED = 16
+    GIVE_UP = 17
 
 
 class Verdict(IntEnum):
@@ -53,6 +54,9 @@ class Verdict(IntEnum):
     FAILED = 3  # the last attempt failed: terminal, lands as a dead letter
     RETRY = 4  # an attempt failed, another one is left: ready again
     RETURNED = 5  # came back without an attempt being counted: ready again
+    TOO_LARGE = (
+        6  # for this class of consumers: ready again, in a lane that the others are served from
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,8 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]."""
+    """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]. `too_large_for`: the consumer class
+    that found some of them too large; empty if there are none."""
 
     session: str
     tasks: Sequences
@@ -133,10 +138,14 @@ class Computed:
     output_tokens: npt.NDArray[np.int32]
     padded_tokens: int
     ipc: Part
+    too_large_for: str = ""
 
     def encode(self) -> list[Piece]:
+        head: dict[str, Any] = {"session": self.session, "padded_tokens": self.padded_tokens}
+        if self.too_large_for:
+            head["too_large_for"] = self.too_large_for
         return pack(
-            {"session": self.session, "padded_tokens": self.padded_tokens},
+            head,
             [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],
         )
 
@@ -156,6 +165,17 @@ class Returned:
     def encode(self) -> list[Piece]:
         head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Ready tasks that every known class of consumers found too large: they die of the last refusal."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +285,7 @@ Fact = (
     | Claimed
     | Computed
     | Returned
+    | GivenUp
     | Settled
     | Started
     | LanesStepped
@@ -351,6 +372,7 @@ _KINDS: Mapping[type, Kind] = {
     Dropped: Kind.DROP,
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
+    GivenUp: Kind.GIVE_UP,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -371,4 +393,5 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
         numbers_of(_sequences(parts[0]).reshape(-1, 2)), _sequences(parts[1]), parts[2]
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
+    Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
 }

@@ -19,6 +19,7 @@ import pyarrow as pa
 import fabric_pipelines
 from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.classes import members
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -265,12 +266,14 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
+        kinds = list(state.classes)
         return BrokerStatus(
             lanes=[
                 {
                     "lane": lane.name,
                     "step": lane.step.name.lower(),
                     "generation": lane.generation,
+                    "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
                     **state.accounts.ledger(lane.index).as_json(),
                 }
                 for lane in state.lanes
@@ -441,6 +444,7 @@ class Owner:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
         self._log(facts, batch=batch if whole else None)
+        self._log(self.core.lane_steps())
         return reply
 
     def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:
