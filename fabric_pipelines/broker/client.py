@@ -57,7 +57,7 @@ from fabric_pipelines.errors import (
     SubmissionConflict,
     VersionRefused,
 )
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -318,8 +318,8 @@ class BrokerClient:
     def computed(self, batch: pa.RecordBatch) -> ComputedReply:
         """Durable on return. Send again what was not answered: duplicates are counted and change nothing."""
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
-        ipc = to_ipc_part(batch)
-        return ComputedReply(**self._call("computed", {"crc32c": crc32c(ipc)}, ipc)[0])
+        ipc = to_ipc_pieces(batch)
+        return ComputedReply(**self._call("computed", {"crc32c": ipc.crc32c()}, ipc)[0])
 
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
         """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it

@@ -26,11 +26,14 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
 )
+from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of, class_of
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
     Enqueued,
     Fact,
+    GivenUp,
     LanesStepped,
     Leased,
     Returned,
@@ -41,6 +44,7 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.lanes import RULE, Lane, Step
 from fabric_pipelines.broker.pulls import ComputedQueue
+from fabric_pipelines.broker.refusals import given_up, pass_on
 from fabric_pipelines.broker.replies import (
     AttachReply,
     ComputedReply,
@@ -48,9 +52,8 @@ from fabric_pipelines.broker.replies import (
     SubmissionState,
 )
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
-from fabric_pipelines.broker.supply import Grant, Supply
+from fabric_pipelines.broker.supply import Asker, Grant, Supply
 from fabric_pipelines.errors import (
-    Backpressure,
     BalanceBroken,
     NotAttached,
     SchemaError,
@@ -59,7 +62,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc_part
+from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -83,6 +86,8 @@ COUNTERS = (
     "offered_tokens",
     "padded_tokens",
     "closed_unproven",
+    "too_large",
+    "given_up",
 )
 
 
@@ -117,6 +122,10 @@ class Session:
     call: int = -1
     last_lease: int = 0
     tenant: str | None = None
+    kind: str = ""  # its class of consumers
+
+    def __post_init__(self) -> None:
+        self.kind = class_of(self.engine, self.engine_fingerprint, self.profile)
 
 
 class Core:
@@ -128,9 +137,11 @@ class Core:
         self.sessions: dict[str, Session] = {}
         self.fault = ""
         self._grace_s = now_s + limits.lease_s
+        self._resuming = state.frames > 0  # sessions of an earlier life may still come back
+        self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
-        self._fingerprints: dict[str, Fingerprinter] = {}
+        self._contents: dict[str, Fingerprinter] = {}
         self._stepping: set[int] = set()
         self._derive()
 
@@ -159,6 +170,7 @@ class Core:
     def _absorb(self, effects: Effects) -> None:
         self._supply.absorb(effects)
         self._computed.append(effects.computed)
+        self._stepping |= effects.lanes
 
     def _count(self, fact: Fact) -> None:
         counters = self.counters
@@ -171,8 +183,13 @@ class Core:
             counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
+        elif isinstance(fact, Computed):
+            if fact.too_large_for:
+                counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
+        elif isinstance(fact, GivenUp):
+            counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
-            self._fingerprints.pop(fact.submission_id, None)
+            self._contents.pop(fact.submission_id, None)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
             self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
@@ -205,9 +222,6 @@ class Core:
                 "another id (set the salt)"
             )
         return []
-
-    def knows(self, submission_id: str) -> bool:
-        return submission_id in self.state.by_submission
 
     def known(self, submission_id: str) -> SubmissionRecord:
         record = self.state.by_submission.get(submission_id)
@@ -247,7 +261,7 @@ class Core:
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
         ordinal = len(record.batches)
-        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_pieces(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -263,29 +277,50 @@ class Core:
                 f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
                 f"{record.rows} and {record.tokens}"
             )
-        running = self._fingerprints.get(submission_id)
-        if running is None or running.tasks != record.rows:
-            running = None if stored is None else Fingerprinter()
-            for batch in stored or ():
-                assert running is not None
+        running = self._contents.get(submission_id)
+        proven = running is not None and _is(running, header)
+        if not proven and stored is not None:
+            running = Fingerprinter()
+            for batch in stored:
                 running.update(batch)
-        if running is None:
-            self.counters["closed_unproven"] += 1
-        elif running.hexdigest() != header.fingerprint:
+            proven = _is(running, header)
+        if not proven and running is not None and running.tasks == header.tasks:
             raise SubmissionConflict(
                 f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
                 "it stays open; submit the right content under another id (set the salt)"
             )
+        if not proven:
+            self.counters["closed_unproven"] += 1
         return [SubmissionClosed(submission_id)]
 
-    def remember_content(self, submission_id: str, batch: pa.RecordBatch) -> None:
-        """Carry the fingerprint along, while the batch is in the cache."""
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """What fingerprints the content so far, for one stream to carry on; None if that is no longer known."""
+        record = self.state.by_submission.get(submission_id)
+        if record is None or not record.rows:
+            return Fingerprinter()
+        running = self._contents.get(submission_id)
+        if running is None or running.tasks != record.rows:
+            return None
+        self._contents[submission_id] = running.copy()
+        return self._contents[submission_id]
+
+    def remember_content(
+        self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
+    ) -> None:
+        """The rows of `batch` were taken. `content`: fingerprinted by the stream they came in, which may be ahead;
+        it counts only while every row came in that stream. None: it is done here."""
         record = self.known(submission_id)
-        running = self._fingerprints.get(submission_id)
-        if running is None and record.rows == batch.num_rows:
-            running = self._fingerprints[submission_id] = Fingerprinter()
-        if running is not None and running.tasks + batch.num_rows == record.rows:
+        before = record.rows - batch.num_rows
+        running = self._contents.pop(submission_id, None)
+        if content is not None:
+            if content is running or not before:
+                self._contents[submission_id] = content
+            return
+        if running is None and not before:
+            running = Fingerprinter()
+        if running is not None and running.tasks == before:
             running.update(batch)
+            self._contents[submission_id] = running
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
@@ -323,8 +358,9 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
+        self._roster.came(name, session.kind, session.engine)
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = self._of_tenant(np.unique(tasks[known]), session.tenant)
+        tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
@@ -340,14 +376,6 @@ class Core:
         return facts, AttachReply(
             name, tuple(accepted), tuple(lost), round(self.limits.lease_s * 1000)
         )
-
-    def _of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
-        """Those of `tasks` that this tenant may know of; all of them for None."""
-        if tenant is None:
-            return tasks
-        lanes = self.state.index.lane[tasks]
-        its = [at for at in distinct(lanes).tolist() if self.state.lanes[at].key.tenant == tenant]
-        return tasks[np.isin(lanes, its)]
 
     def _held_by(self, name: str) -> Sequences:
         """Tasks leased to, or in doubt with, this session."""
@@ -392,9 +420,9 @@ class Core:
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        grant = self._supply.grant(
-            name, session.engine, session.lane, budget, consumers, session.tenant
-        )
+        refuser = bit_of(session.kind, self.state.classes)
+        asker = Asker(name, session.engine, refuser, consumers, session.tenant)
+        grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             return [], None
         self._account(session, grant)
@@ -415,14 +443,14 @@ class Core:
         session = self.attached(name)
         self._extend(session, now_s)
         hold = bool(self.hold_reason)
-        engine = self.state.engines.get(session.engine)
+        refuser = bit_of(session.kind, self.state.classes)
         leases = self.state.session_leases.get(name, ())
         return RenewReply(
             hold=hold,
             retry_after_s=HOLD_RETRY_S if hold else 0.0,
             deadline_us=wall_us + round(self.limits.lease_s * 1e6),
             leased=sum(self.state.leases[at].open for at in leases),
-            ready=0 if engine is None else int(self.state.engine_ready[engine]),
+            ready=self._supply.ready_for(session.engine, refuser),
         )
 
     def forgive(self, seconds: float) -> None:
@@ -434,7 +462,7 @@ class Core:
         session.deadline_s = now_s + self.limits.lease_s
 
     def computed(
-        self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
+        self, name: str, batch: pa.RecordBatch, ipc: Part
     ) -> tuple[list[Fact], ComputedReply]:
         """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
         another session took over meanwhile; a failure of an attempt that is counted already is a duplicate."""
@@ -474,16 +502,37 @@ class Core:
             batch = batch.take(pa.array(taken))
             ipc = to_ipc_part(batch)
         codes = statuses.to_numpy()[taken]
+        verdicts = self._verdicts(tasks[taken], codes)
+        kind = self._pass_on(name, tasks[taken], verdicts, batch) if codes.any() else ""
         output = pc.fill_null(pc.list_value_length(batch.column("output")), 0)
         fact = Computed(
             session=name,
             tasks=tasks[taken],
-            verdicts=self._verdicts(tasks[taken], codes),
+            verdicts=verdicts,
             output_tokens=output.to_numpy().astype(np.int32),
             padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
             ipc=ipc,
+            too_large_for=kind,
         )
         return [fact], reply
+
+    def _pass_on(
+        self,
+        name: str,
+        tasks: Sequences,
+        verdicts: npt.NDArray[np.uint8],
+        batch: pa.RecordBatch,
+    ) -> str:
+        """The class for which some of these tasks were too large and which others may take; else ""."""
+        session = self.sessions.get(name)
+        if session is None:
+            return ""
+        others = self._roster.known(session.engine) - {session.kind}
+        reasons = batch.column("finish_reason")
+        passed = pass_on(
+            self.state, tasks, verdicts, reasons, others=others, anybody=self._resuming
+        )
+        return session.kind if passed else ""
 
     def _verdicts(self, tasks: Sequences, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """ok and refused are final; failed is final with the last attempt."""
@@ -513,6 +562,7 @@ class Core:
         """The session is over: its leases come back, its pulls are forgotten."""
         self.sessions.pop(name, None)
         self._supply.release(name)
+        self._roster.left(name)
         self._computed.release(name)
         held = self._held_by(name)
         return [_returned(name, "session detached", held)] if len(held) else []
@@ -523,6 +573,7 @@ class Core:
         for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
             del self.sessions[session.name]
             self._supply.release(session.name)
+            self._roster.lost(session.name, now_s)
             held = self._held_by(session.name)
             if len(held):
                 reason = f"session {session.name} did not renew its lease"
@@ -532,6 +583,10 @@ class Core:
             doubtful = self.state.in_state(IN_DOUBT)
             reason = "not claimed within the lease time after a restart"
             facts.append(_returned("", reason, doubtful, expired=True))
+        self._resuming = self._resuming and now_s < self._grace_s
+        self._roster.forget(now_s)
+        if self.state.refused and not self._resuming:
+            facts += given_up(self.state, self._roster.known)
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
@@ -613,14 +668,6 @@ class Core:
     def stranded(self) -> list[str]:
         return self._supply.stranded()
 
-    def require_backlog_room(self, used: int, mark: int) -> None:
-        if used >= mark:
-            raise Backpressure(
-                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
-                "tasks are taken again when results have landed",
-                retry_after_s=5.0,
-            )
-
     def _sequences(
         self, task_ids: npt.NDArray[np.int64]
     ) -> tuple[Sequences, npt.NDArray[np.bool_]]:
@@ -628,6 +675,11 @@ class Core:
         tasks = task_ids - np.int64(self.state.incarnation << SEQUENCE_BITS)
         known = (tasks >= 0) & (tasks < self.state.index.count)
         return np.where(known, tasks, 0), known
+
+
+def _is(running: Fingerprinter, header: Submission) -> bool:
+    """Whether this is the content of the submission, all of it."""
+    return running.tasks == header.tasks and running.hexdigest() == header.fingerprint
 
 
 def _returned(

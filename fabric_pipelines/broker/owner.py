@@ -19,7 +19,9 @@ import pyarrow as pa
 import fabric_pipelines
 from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.classes import members
 from fabric_pipelines.broker.core import Core, Limits, Session
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Computed,
     Enqueued,
@@ -31,6 +33,7 @@ from fabric_pipelines.broker.facts import (
     kind_of,
     rows_of,
 )
+from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
@@ -63,7 +66,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 GROUP_BYTES = 8 << 20
 FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first two frames
@@ -79,6 +82,7 @@ class TaskUpload:
     first_row: int
     batch: pa.RecordBatch
     columns: BatchColumns
+    content: Fingerprinter | None = None  # of the submission up to and with this batch
     header: Submission | None = None
 
 
@@ -270,9 +274,12 @@ class Owner:
     def status_of(self, tenant: str) -> BrokerStatus:
         """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""
         lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
+        kinds = list(self.core.state.classes)
         ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
         return BrokerStatus(
-            lanes=[_lane_row(lane, ledger) for lane, ledger in zip(lanes, ledgers, strict=True)],
+            lanes=[
+                _lane_row(lane, ledger, kinds) for lane, ledger in zip(lanes, ledgers, strict=True)
+            ],
             total=sum(ledgers, Ledger()),
             counters={},
             journal={"journal_id": self.journal.journal_id},
@@ -287,8 +294,11 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
+        kinds = list(state.classes)
         return BrokerStatus(
-            lanes=[_lane_row(lane, state.accounts.ledger(lane.index)) for lane in state.lanes],
+            lanes=[
+                _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
+            ],
             total=state.total(),
             counters={
                 **core.counters,
@@ -407,7 +417,7 @@ class Owner:
         self._log(opening)
 
     def enqueue(self, upload: TaskUpload) -> SubmissionState:
-        if (header := upload.header) is not None and not self.core.knows(upload.submission_id):
+        if (header := upload.header) is not None and self.tenant_of(upload.submission_id) is None:
             self._open_with(upload, header)
         tokens = int(upload.columns.prompt.sum())
         facts, fresh = self.core.enqueue(
@@ -416,9 +426,14 @@ class Owner:
         if fresh is not None:
             self._require_room()
             whole = fresh.num_rows == upload.batch.num_rows
-            self._log(facts, upload.columns if whole else None)
-            self.core.remember_content(upload.submission_id, fresh)
+            self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
+            content = upload.content if whole else None
+            self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
+
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """For a stream that goes on with this submission, to be carried along outside the owner's thread."""
+        return self.core.content_of(submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
         record, index = self.core.known(submission_id), self.core.state.index
@@ -446,7 +461,13 @@ class Owner:
     def _require_room(self) -> None:
         if self.draining:
             raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
-        self.core.require_backlog_room(self.journal.bytes_used, self.journal_high_water)
+        used, mark = self.journal.bytes_used, self.journal_high_water
+        if used >= mark:
+            raise Backpressure(
+                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
+                "tasks are taken again when results have landed",
+                retry_after_s=5.0,
+            )
 
     def _require_written(self, lsns: Sequence[int]) -> None:
         """A frame of the open group cannot be read back."""
@@ -488,10 +509,11 @@ class Owner:
     def renew(self, name: str) -> RenewReply:
         return self.core.renew(name, self.clock.monotonic_s(), self.clock.wall_us())
 
-    def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
+    def computed(self, name: str, batch: pa.RecordBatch, ipc: Part) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
         self._log(facts, batch=batch if whole else None)
+        self._log(self.core.lane_steps())
         return reply
 
     def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:
@@ -542,10 +564,11 @@ class Owner:
         return count
 
 
-def _lane_row(lane: Lane, ledger: Ledger) -> dict[str, Any]:
+def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:
     return {
         "lane": lane.name,
         "step": lane.step.name.lower(),
         "generation": lane.generation,
+        "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
         **ledger.as_json(),
     }

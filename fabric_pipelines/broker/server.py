@@ -47,13 +47,13 @@ from fabric_pipelines.errors import (
     VersionRefused,
 )
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.shape import require_function, sampling_kind
-from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.submission import Fingerprinter, Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
 UPLOADS_AHEAD = 8
@@ -209,8 +209,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ).result()
         if lease is None:
             return {"hold": hold}, ()
-        ipc = to_ipc_part(lease.to_batch())
-        return {"hold": hold, "crc32c": crc32c(ipc)}, (ipc,)
+        ipc = to_ipc_pieces(lease.to_batch())
+        return {"hold": hold, "crc32c": ipc.crc32c()}, (ipc,)
 
     def _renew(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name = _session(head, who)
@@ -220,7 +220,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return as_json(reply), ()
 
     def _computed(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        name, ipc = _session(head, who), bytes(parts[0])
+        name, ipc = _session(head, who), parts[0]
         if crc32c(ipc) != head["crc32c"]:
             raise SchemaError("completion batch does not match its CRC32C: send it again")
         batch = from_ipc(ipc)
@@ -257,8 +257,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 self._desk.news.wait(min(left, 0.25))
         if batch is None:
             return {}, ()
-        ipc = to_ipc_part(batch)
-        return {"crc32c": crc32c(ipc)}, (ipc,)
+        ipc = to_ipc_pieces(batch)
+        return {"crc32c": ipc.crc32c()}, (ipc,)
 
     def _release(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name = _session(head, who)
@@ -307,7 +307,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         acknowledger = _Acknowledger(answers, writer, self._answer)
         acknowledger.start()
         try:
-            for upload in _uploads(header, reader):
+            content = self._desk.ask(
+                lambda owner: owner.content_of(header.submission_id), Rank.ENQUEUE, durable=False
+            ).result()
+            for upload in _uploads(header, reader, content):
                 if acknowledger.fault:
                     break
                 answers.put(self._desk.ask(_enqueue(upload), Rank.ENQUEUE))
@@ -363,8 +366,10 @@ def _enqueue(upload: TaskUpload) -> Callable[[Any], SubmissionState]:
     return act
 
 
-def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
-    """Checked batches of one stream; nothing of a bad batch reaches the owner."""
+def _uploads(
+    header: Submission, reader: Any, content: Fingerprinter | None
+) -> Iterator[TaskUpload]:
+    """Checked batches of one stream; nothing of a bad batch reaches the owner. `content`: of what came before."""
     while True:
         try:
             chunk = reader.read_chunk()
@@ -392,7 +397,11 @@ def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
                 f"row {first_row + batch.num_rows - 1} goes past that"
             )
         columns = BatchColumns.of(header, batch)
-        yield TaskUpload(header.submission_id, first_row, batch, columns, header)
+        if content is not None and content.tasks == first_row:
+            content.update(batch)
+        else:
+            content = None
+        yield TaskUpload(header.submission_id, first_row, batch, columns, content, header)
 
 
 def _send(writer: Any, head: Head) -> None:
