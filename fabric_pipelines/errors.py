@@ -6,8 +6,10 @@
     │   │   └── NotAttached             it answers but does not know this session: attach again
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
+    │   │   └── NotFetched              rows lie in the cold tier and are on their way
     │   ├── EngineBusy              the engine takes no more work right now
-    │   └── SourceUnreachable       a model's source (index, repository, path) did not deliver
+    │   ├── SourceUnreachable       a model's source (index, repository, path) did not deliver
+    │   └── StoreUnreachable        the object store of the cold tier does not answer
     └── TerminalError           a retry changes nothing
         ├── UsageError              the caller's input is wrong
         │   ├── SettingsError           a setting is missing, unknown or unreadable
@@ -27,6 +29,7 @@
         │   └── BalanceBroken           enqueued != ready + in flight + retired + dead
         ├── StorageFailed           a write or fsync failed, a disk is full or read-only
         ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
+        │   └── ColdLost                an object of the cold tier is missing or was changed
         ├── EngineFailed            the engine itself failed; the batch is nacked
         ├── StartFailed             a process of `fabric up` did not come up; carries its sentence and exit code
         └── Interrupted             the user stopped it; says what was kept (exit code 130)
@@ -82,6 +85,14 @@ class EngineBusy(TransientError):
 
 
 class SourceUnreachable(TransientError):
+    pass
+
+
+class StoreUnreachable(TransientError):
+    pass
+
+
+class NotFetched(Backpressure):
     pass
 
 
@@ -170,6 +181,10 @@ class StorageFailed(TerminalError):
 
 
 class CorruptionFound(TerminalError):
+    pass
+
+
+class ColdLost(CorruptionFound):
     pass
 
 

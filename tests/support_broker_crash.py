@@ -29,7 +29,16 @@ from fabric_pipelines.testing.sim_disk import (
     torn_states,
     writes_of,
 )
-from tests.support_broker import EMBED, GENERATE, ids_of, submission_of, tasks_of
+from tests.support_broker import (
+    EMBED,
+    ENGINE,
+    GENERATE,
+    LARGE,
+    PROFILE,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
 from tests.support_broker_disk import DiskBench
 
 SEGMENT_BYTES = 5 * 4096
@@ -186,6 +195,24 @@ class Recording:
         self.submit(5, [4])
         self.report(self.lease(3))
         self.land(2, keep=kept)
+        self.pass_on(self.lease(2))
+        self.land(keep=kept)
+
+    def pass_on(self, ids: list[int]) -> None:
+        """Too large for one class; the other one leaves, so that nobody is left to take them."""
+        owner = self.bench.owner
+        self.bench.attach("v", profile=LARGE)
+        self.bench.time.seconds += 25
+        self.bench.attach("v", profile=LARGE)
+        owner.renew("w")
+        self.bench.time.seconds += 10
+        owner.tick()
+        self.bench.report(ids, "oversized")
+        self.promise()
+        owner.detach("v")
+        owner.tick()
+        self.computed |= set(ids)
+        self.promise()
 
 
 def bench_on(ops: Any) -> DiskBench:
@@ -289,8 +316,12 @@ class Judge:
             assert state.enqueued == header.tasks
         bench.time.seconds += 31
         bench.owner.tick()
-        for name, engine in (("w", "model@engine"), ("s", SLOW)):
-            bench.attach(name, engine=engine)
+        for name, engine, profile in (
+            ("w", ENGINE, PROFILE),
+            ("v", ENGINE, LARGE),
+            ("s", SLOW, PROFILE),
+        ):
+            bench.attach(name, engine=engine, profile=profile)
             while (lease := bench.lease(name, Budget(6, 1 << 20, None))) is not None:
                 for row in lease.tasks.to_pylist():
                     at = sequence_of(row["task_id"])

@@ -31,6 +31,10 @@ def bench_supply(as_json: Json = False) -> None:
 def bench_broker(
     ctx: typer.Context,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks a round.")] = 10_000,
+    batch: Annotated[int, typer.Option(min=1, help="Tasks of one enqueue.")] = 1000,
+    lease: Annotated[
+        int, typer.Option(min=1, help="Tasks of one lease, report and retirement.")
+    ] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
     system: Annotated[
         list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
@@ -42,7 +46,7 @@ def bench_broker(
     from fabric_pipelines.bench.broker import Options, measure, table
 
     CTRL_C.begin()
-    options = Options(tasks, rounds, tuple(system or ()))
+    options = Options(tasks, batch, lease, rounds, tuple(system or ()))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
 

@@ -17,12 +17,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.broker import callsocket
+from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
-from fabric_pipelines.broker.wire import UNIX, require_local
+from fabric_pipelines.broker.wire import UNIX, call_path, error_head, require_local
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
@@ -80,13 +82,14 @@ def serve(settings: Settings) -> int:
         desk = Desk(owner, _end)
         desk.start()
         server = _bind(endpoint, desk)
+        calls = _bind_calls(endpoint, server)
         print(  # noqa: T201 - the supervisor waits for this line
             f"broker ready on {endpoint} journal {journal.journal_id} incarnation "
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
             flush=True,
         )
         stop.wait()
-        clean = _shut(server, desk)
+        clean = _shut(server, calls, desk)
         owner.finish()
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
@@ -106,11 +109,13 @@ def _end(sentence: str) -> None:
     os._exit(EXIT_FATAL)
 
 
-def _shut(server: BrokerServer, desk: Desk) -> bool:
+def _shut(server: BrokerServer, calls: CallServer | None, desk: Desk) -> bool:
     """Answer what was asked, then close. A producer that holds its stream open is cut off after a while
     (False); what it sent is safe."""
     closing = threading.Thread(target=server.shutdown, daemon=True)
     desk.stop()
+    if calls is not None:
+        calls.close()
     closing.start()
     closing.join(STOP_WAIT_S)
     return not closing.is_alive()
@@ -126,11 +131,25 @@ def _bind(endpoint: str, desk: Desk) -> BrokerServer:
         ) from fault
 
 
+def _bind_calls(endpoint: str, server: BrokerServer) -> CallServer | None:
+    """The call socket beside a Unix socket; none beside a port."""
+    path = call_path(endpoint)
+    if path is None:
+        return None
+    try:
+        return CallServer(path, server.answer, error_head)
+    except OSError as fault:
+        raise StorageFailed(
+            f"the broker cannot listen on {path} ({fault.strerror}): set FABRIC_BROKER_URL to a socket path "
+            "that is free"
+        ) from fault
+
+
 def _free_socket(endpoint: str) -> None:
     if not endpoint.startswith(UNIX):
         return
     path = Path(endpoint.removeprefix(UNIX))
-    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+    if len(os.fsencode(callsocket.path_beside(path))) > UNIX_PATH_BYTES_MAX:
         raise StorageFailed(
             f"socket path {path} is longer than {UNIX_PATH_BYTES_MAX} bytes: set FABRIC_HOME or "
             "FABRIC_BROKER_URL to a shorter one"

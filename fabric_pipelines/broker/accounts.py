@@ -64,6 +64,24 @@ class Accounts:
         self.marks[source + 1, at] -= marks
         self._add(target + 1, sums)
 
+    def transfer(
+        self,
+        groups: Groups,
+        task_ids: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+        state: int,
+        target: int,
+    ) -> None:
+        """Tasks in `state` belong to the group `target` from now on, as if they had been enqueued there."""
+        marks = hash64(task_ids)
+        at, tasks, some_tokens, some_marks = _sums(groups, tokens, marks)
+        into = _sums(np.full(len(groups), target, np.int32), tokens, marks)
+        for row in (0, state + 1):
+            self.tasks[row, at] -= tasks
+            self.tokens[row, at] -= some_tokens
+            self.marks[row, at] -= some_marks
+            self._add(row, into)
+
     def _add(self, row: int, sums: Sums) -> None:
         at, tasks, tokens, marks = sums
         self.tasks[row, at] += tasks

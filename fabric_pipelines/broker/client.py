@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from fabric_pipelines.broker.callsocket import CallConnection
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
@@ -37,6 +38,7 @@ from fabric_pipelines.broker.replies import (
     scrub_report,
 )
 from fabric_pipelines.broker.wire import (
+    call_path,
     from_flight_error,
     message,
     raise_error,
@@ -50,7 +52,7 @@ from fabric_pipelines.errors import (
     SubmissionConflict,
     VersionRefused,
 )
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -94,6 +96,8 @@ class BrokerClient:
         self.timeout_s = timeout_s
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
+        self._calls: CallConnection | None = None
+        self._call_path = call_path(self.endpoint)
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
 
@@ -113,6 +117,9 @@ class BrokerClient:
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
 
     # -- anyone
 
@@ -284,8 +291,8 @@ class BrokerClient:
     def computed(self, batch: pa.RecordBatch) -> ComputedReply:
         """Durable on return. Send again what was not answered: duplicates are counted and change nothing."""
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
-        ipc = to_ipc_part(batch)
-        return ComputedReply(**self._call("computed", {"crc32c": crc32c(ipc)}, ipc)[0])
+        ipc = to_ipc_pieces(batch)
+        return ComputedReply(**self._call("computed", {"crc32c": ipc.crc32c()}, ipc)[0])
 
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
         """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it
@@ -326,15 +333,36 @@ class BrokerClient:
     ) -> tuple[dict[str, Any], list[memoryview]]:
         presented = {} if self._acknowledged is None else {ACKNOWLEDGED: self._acknowledged}
         who = {"role": self.role, "session": self.session}
-        body = message({**head, **who, **presented}, *parts)
-        options = flight.FlightCallOptions(timeout=timeout_s or self.timeout_s)
-        try:
-            answers = list(self._flight().do_action(flight.Action(name, body), options))
-        except (flight.FlightError, pa.ArrowException, OSError) as fault:
-            raise self._fault(fault) from fault
-        reply, payload = read_message(answers[0].body)
+        asked, limit_s = {**head, **who, **presented}, timeout_s or self.timeout_s
+        ask = self._call_local if self._call_path is not None else self._call_flight
+        reply, payload = ask(name, asked, parts, limit_s)
         raise_error(reply)
         return self._note(reply), payload
+
+    def _call_local(
+        self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        assert self._call_path is not None
+        if self._calls is None:
+            self._calls = CallConnection(self._call_path, self.endpoint)
+        try:
+            return self._calls.call(name, head, parts, timeout_s)
+        except (
+            BaseException
+        ):  # Ctrl-C too: an answer that nobody took would be that of the next call
+            self.close()
+            raise
+
+    def _call_flight(
+        self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        options = flight.FlightCallOptions(timeout=timeout_s)
+        action = flight.Action(name, message(head, *parts))
+        try:
+            answers = list(self._flight().do_action(action, options))
+        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            raise self._fault(fault) from fault
+        return read_message(answers[0].body)
 
     def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take what an answer says of durability out of it, and remember the highest."""

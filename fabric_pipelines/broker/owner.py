@@ -19,7 +19,9 @@ import pyarrow as pa
 import fabric_pipelines
 from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.classes import members
 from fabric_pipelines.broker.core import Core, Limits, Session
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Computed,
     Enqueued,
@@ -31,6 +33,7 @@ from fabric_pipelines.broker.facts import (
     kind_of,
     rows_of,
 )
+from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
@@ -60,7 +63,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 GROUP_BYTES = 8 << 20
 AUDIT_EVERY_S = 10.0
@@ -74,6 +77,7 @@ class TaskUpload:
     first_row: int
     batch: pa.RecordBatch
     columns: BatchColumns
+    content: Fingerprinter | None = None  # of the submission up to and with this batch
 
 
 class Fatal(Exception):
@@ -262,12 +266,14 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
+        kinds = list(state.classes)
         return BrokerStatus(
             lanes=[
                 {
                     "lane": lane.name,
                     "step": lane.step.name.lower(),
                     "generation": lane.generation,
+                    "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
                     **state.accounts.ledger(lane.index).as_json(),
                 }
                 for lane in state.lanes
@@ -365,9 +371,14 @@ class Owner:
         if fresh is not None:
             self._require_room()
             whole = fresh.num_rows == upload.batch.num_rows
-            self._log(facts, upload.columns if whole else None)
-            self.core.remember_content(upload.submission_id, fresh)
+            self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
+            content = upload.content if whole else None
+            self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
+
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """For a stream that goes on with this submission, to be carried along outside the owner's thread."""
+        return self.core.content_of(submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
         record, index = self.core.known(submission_id), self.core.state.index
@@ -429,10 +440,11 @@ class Owner:
     def renew(self, name: str) -> RenewReply:
         return self.core.renew(name, self.clock.monotonic_s(), self.clock.wall_us())
 
-    def computed(self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview) -> ComputedReply:
+    def computed(self, name: str, batch: pa.RecordBatch, ipc: Part) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
         self._log(facts, batch=batch if whole else None)
+        self._log(self.core.lane_steps())
         return reply
 
     def nack(self, name: str, task_ids: npt.NDArray[np.int64], reason: str, attempted: bool) -> int:

@@ -89,7 +89,8 @@ class ComputedReply:
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """lanes: list of {"lane", "step", "generation", **Ledger.as_json()}."""
+    """lanes: list of {"lane", "step", "generation", "refused_by", **Ledger.as_json()}; `refused_by` names the classes
+    of consumers that found the lane's tasks too large."""
 
     lanes: list[dict[str, Any]]
     total: Ledger

@@ -27,13 +27,13 @@ from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_part
+from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.shape import require_function, sampling_kind
-from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.records.submission import Fingerprinter, Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
 UPLOADS_AHEAD = 8
@@ -94,11 +94,20 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         try:
             head, parts = read_message(action.body)
-            answer, payload = self._dispatch(action.type, head, parts)
-            answer = {**answer, ACKNOWLEDGED: self._desk.acknowledged}
         except FabricError as fault:
-            answer, payload = error_head(fault), ()
+            return iter([flight.Result(message(error_head(fault)))])
+        answer, payload = self.answer(action.type, head, parts)
         return iter([flight.Result(message(answer, *payload))])
+
+    def answer(
+        self, name: str, head: Head, parts: list[memoryview]
+    ) -> tuple[dict[str, Any], tuple[Part, ...]]:
+        """One request, however it came; an error is an answer too."""
+        try:
+            answer, payload = self._dispatch(name, head, parts)
+        except FabricError as fault:
+            return error_head(fault), ()
+        return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
 
     def _dispatch(self, name: str, head: Head, parts: list[memoryview]) -> Reply:
         act, allowed = self._actions.get(name), ROLES.get(name, frozenset())
@@ -171,8 +180,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ).result()
         if lease is None:
             return {"hold": hold}, ()
-        ipc = to_ipc_part(lease.to_batch())
-        return {"hold": hold, "crc32c": crc32c(ipc)}, (ipc,)
+        ipc = to_ipc_pieces(lease.to_batch())
+        return {"hold": hold, "crc32c": ipc.crc32c()}, (ipc,)
 
     def _renew(self, head: Head, parts: list[memoryview]) -> Reply:
         name = _session(head)
@@ -182,7 +191,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return as_json(reply), ()
 
     def _computed(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, ipc = _session(head), bytes(parts[0])
+        name, ipc = _session(head), parts[0]
         if crc32c(ipc) != head["crc32c"]:
             raise SchemaError("completion batch does not match its CRC32C: send it again")
         batch = from_ipc(ipc)
@@ -219,8 +228,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 self._desk.news.wait(min(left, 0.25))
         if batch is None:
             return {}, ()
-        ipc = to_ipc_part(batch)
-        return {"crc32c": crc32c(ipc)}, (ipc,)
+        ipc = to_ipc_pieces(batch)
+        return {"crc32c": ipc.crc32c()}, (ipc,)
 
     def _release(self, head: Head, parts: list[memoryview]) -> Reply:
         name = _session(head)
@@ -261,7 +270,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         acknowledger = _Acknowledger(answers, writer, self._answer)
         acknowledger.start()
         try:
-            for upload in _uploads(header, reader):
+            content = self._desk.ask(
+                lambda owner: owner.content_of(header.submission_id), Rank.ENQUEUE, durable=False
+            ).result()
+            for upload in _uploads(header, reader, content):
                 if acknowledger.fault:
                     break
                 answers.put(self._desk.ask(_enqueue(upload), Rank.ENQUEUE))
@@ -317,8 +329,10 @@ def _enqueue(upload: TaskUpload) -> Callable[[Any], SubmissionState]:
     return act
 
 
-def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
-    """Checked batches of one stream; nothing of a bad batch reaches the owner."""
+def _uploads(
+    header: Submission, reader: Any, content: Fingerprinter | None
+) -> Iterator[TaskUpload]:
+    """Checked batches of one stream; nothing of a bad batch reaches the owner. `content`: of what came before."""
     while True:
         try:
             chunk = reader.read_chunk()
@@ -340,7 +354,11 @@ def _uploads(header: Submission, reader: Any) -> Iterator[TaskUpload]:
                 f"the task batch at row {first_row} does not match its CRC32C: send it again"
             )
         columns = BatchColumns.of(header, batch)
-        yield TaskUpload(header.submission_id, first_row, batch, columns)
+        if content is not None and content.tasks == first_row:
+            content.update(batch)
+        else:
+            content = None
+        yield TaskUpload(header.submission_id, first_row, batch, columns, content)
 
 
 def _send(writer: Any, head: Head) -> None:

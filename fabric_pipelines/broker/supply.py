@@ -40,6 +40,16 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Asker:
+    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one."""
+
+    name: str
+    engine: str
+    refuser: int
+    consumers: int
+
+
+@dataclass(frozen=True, slots=True)
 class _View:
     """The next `seen` of a lane's order, of which those `at` these places are ready."""
 
@@ -78,17 +88,26 @@ class Supply:
     def _offer(self, lane: Lane) -> None:
         self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
-    def grant(
-        self, who: str, engine: str, current: Lane | None, budget: Budget, consumers: int
-    ) -> Grant | None:
-        """The next lease of session `who`, which was last served from `current`; its tasks leave the order.
-        None when nothing is ready for the engine."""
-        queue, number = self._queues.get(engine), self._state.engines.get(engine)
-        if queue is None or number is None:
-            return None
+    def ready_for(self, engine: str, refuser: int) -> int:
+        """Ready tasks of the engine, less those that this class of consumers refused."""
+        number = self._state.engines.get(engine)
+        if number is None:
+            return 0
         ready = int(self._state.engine_ready[number])
+        if refuser:
+            for lane in self._state.refused_lanes(engine):
+                ready -= lane.ready if lane.key.refused_by & refuser else 0
+        return ready
+
+    def grant(self, asker: Asker, current: Lane | None, budget: Budget) -> Grant | None:
+        """The next lease of a session, which was last served from `current`; its tasks leave the order.
+        None when nothing is ready for it."""
+        queue, who, consumers = self._queues.get(asker.engine), asker.name, asker.consumers
+        if queue is None:
+            return None
+        ready = self.ready_for(asker.engine, asker.refuser)
         fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair)
+        lane = queue.choose(current, fair, asker.refuser)
         if lane is None:
             return None
         if current is not None and current is not lane:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from fabric_pipelines.broker.callsocket import path_beside
 from fabric_pipelines.broker.envelope import Part, pack, unpack
 from fabric_pipelines.errors import (
     Backpressure,
@@ -47,6 +49,13 @@ def require_local(endpoint: str) -> str:
         f"broker endpoint {endpoint!r} is neither {UNIX}<path> nor {TCP}127.0.0.1:<port>; plain connections "
         "never leave the machine"
     )
+
+
+def call_path(endpoint: str) -> Path | None:
+    """The call socket beside an endpoint; None where there is none and calls go through Flight."""
+    if not endpoint.startswith(UNIX):
+        return None
+    return path_beside(Path(endpoint.removeprefix(UNIX)))
 
 
 def message(head: Mapping[str, Any], *parts: Part) -> pa.Buffer:

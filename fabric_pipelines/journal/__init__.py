@@ -7,9 +7,12 @@ The bytes on disk are described in FORMAT.md, next to this file.
 
 from fabric_pipelines.journal.files import FileOps, OsFileOps
 from fabric_pipelines.journal.frame import DATA_KIND_MAX, Frame
-from fabric_pipelines.journal.journal import Holding, Journal
+from fabric_pipelines.journal.journal import Journal
 from fabric_pipelines.journal.recovery import RecoveryReport
 from fabric_pipelines.journal.scrub import Damage, ScrubSlice
+from fabric_pipelines.journal.segment import Holding
+from fabric_pipelines.journal.store import ObjectStore
+from fabric_pipelines.journal.stub import Stub
 
 __all__ = [
     "DATA_KIND_MAX",
@@ -18,7 +21,9 @@ __all__ = [
     "Frame",
     "Holding",
     "Journal",
+    "ObjectStore",
     "OsFileOps",
     "RecoveryReport",
     "ScrubSlice",
+    "Stub",
 ]

@@ -8,7 +8,6 @@ write or fsync: the kernel has then already forgotten which pages were lost.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
+from fabric_pipelines.journal.faults import FULL, LOCK, journal_failed, take_lock
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
     COMMIT,
@@ -44,19 +45,20 @@ from fabric_pipelines.journal.frame import (
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import Index, write_index
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
-from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
+from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     SUFFIX,
+    Holding,
     Segment,
     Source,
     frame_at,
 )
+from fabric_pipelines.journal.store import ObjectStore
+from fabric_pipelines.journal.stub import Stub
 
-LOCK = "lock"
 SEGMENT_BYTES_MIN = 4096
-FULL = (errno.ENOSPC, errno.EDQUOT)
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
 
 
@@ -75,17 +77,6 @@ class _Pending:
     @property
     def frame_bytes(self) -> int:
         return HEADER_BYTES + padded(self.length)
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One segment as it stands: its file, the frames in it, the bytes they take."""
-
-    name: str
-    first_lsn: int
-    last_lsn: int
-    bytes: int
-    sealed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +100,7 @@ class Journal:
         segment_bytes: int,
         clock: Clock,
         ops: FileOps,
+        store: ObjectStore | None = None,
     ) -> None:
         self.folder = folder
         self.journal_id = identity.journal_id
@@ -133,8 +125,8 @@ class Journal:
         self._stopped = ""
         self._syncing = threading.Lock()
         self._lent: list[tuple[Path, int, memoryview]] = []
-        self._scrub_epoch = 0
-        self._scrub_at = 0
+        self._scrubber = Scrubber(ops, self._salt)
+        self.cold = ColdTier(store, folder, identity.journal_id, self._salt, recovered.stubs, ops)
 
     @classmethod
     def open(
@@ -145,9 +137,11 @@ class Journal:
         clock: Clock = SYSTEM_CLOCK,
         ops: FileOps = OS_FILE_OPS,
         lazy: bool = False,
+        store: ObjectStore | None = None,
     ) -> Journal:
         """Create or recover the journal in `folder`, and hold it alone. With `lazy` a sealed segment whose index
-        file fits is not read now: damage in it is found when a frame is first read, or by `scrub`.
+        file fits is not read now: damage in it is found when a frame is first read, or by `scrub`. `store` is the
+        cold tier; a journal that has segments there is refused without one (SettingsError).
 
         Raises AlreadyRunning if another process holds it, CorruptionFound if acknowledged bytes are
         damaged, VersionRefused for another format, StorageFailed for a folder that cannot be written.
@@ -158,7 +152,7 @@ class Journal:
             )
         fds: dict[Path, int] = {}
         try:
-            fds[folder / LOCK] = _lock(ops, folder)
+            fds[folder / LOCK] = take_lock(ops, folder)
             identity = read_identity(ops, folder)
             if identity is None:
                 identity = create(ops, folder, segment_bytes, clock)
@@ -171,11 +165,13 @@ class Journal:
                 segment_bytes=segment_bytes,
                 clock=clock,
                 ops=ops,
+                store=store,
             )
+            journal.cold.require_store()
             journal._start(recovered)
         except OSError as fault:
             _close_all(ops, fds)
-            raise _storage_failed(folder, fault, "opening") from fault
+            raise journal_failed(folder, fault, "opening") from fault
         except BaseException:
             _close_all(ops, fds)
             raise
@@ -199,9 +195,7 @@ class Journal:
     @property
     def holdings(self) -> list[Holding]:
         """Every segment held, oldest first; the last one is still written to."""
-        return [
-            Holding(s.path.name, s.first_lsn, s.last_lsn, s.end, s.sealed) for s in self._segments
-        ]
+        return [segment.holding for segment in self._segments]
 
     def lsns_of(self, kind: int) -> list[int]:
         """The frames of one kind, in order, without reading them."""
@@ -224,14 +218,14 @@ class Journal:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of frames in live segments, written or in the open group."""
-        return sum(segment.end for segment in self._segments) + self._group_bytes
+        """Bytes of frames in live segments on this disk, written or in the open group."""
+        return sum(s.end for s in self._segments if not s.cold) + self._group_bytes
 
     @property
     def bytes_allocated(self) -> int:
         """Disk space of the live segments and of the one in reserve; recycled files come on top."""
         spare = self.segment_bytes if self._spare else 0
-        return sum(segment.size for segment in self._segments) + spare
+        return sum(s.size for s in self._segments if not s.cold) + spare
 
     def append(
         self,
@@ -310,7 +304,9 @@ class Journal:
         self._require_working()
         last = self._written_lsn
         for segment in list(self._segments):
-            source = segment.source(self._ops)
+            if segment.last_lsn < from_lsn:
+                continue
+            source = self._through(segment)
             start = max(from_lsn, segment.first_lsn)
             for lsn in range(start, min(segment.last_lsn, last) + 1):
                 yield self._frame(segment, source, lsn)
@@ -323,16 +319,24 @@ class Journal:
                 f"LSN {lsn} is not in the journal, which holds {self.first_lsn}..{self._written_lsn}"
             )
         segment = self._segment_of(lsn)
+        if segment.cold:
+            return self._frame(segment, self.cold.source(segment, lsn), lsn)
         return self._frame(segment, segment.source(self._ops, segment.extent(lsn)), lsn)
+
+    def _through(self, segment: Segment) -> Source:
+        """To read all of it."""
+        return self.cold.stream(segment) if segment.cold else segment.source(self._ops)
 
     def view(self, lsn: int) -> tuple[Frame, bool]:
         """The frame `lsn` for taking a few rows out of it, and whether it is a view of a sealed segment. Such
         a payload is compared with its CRC once, at the open, the write or the first read, and then no more: a
         batch of tasks is megabytes, and a lease needs a row of each of hundreds."""
         self._require_working()
-        if not self.first_lsn <= lsn <= self._written_lsn or not self._segment_of(lsn).sealed:
+        if not self.first_lsn <= lsn <= self._written_lsn:
             return self.read(lsn), False
         segment = self._segment_of(lsn)
+        if segment.cold or not segment.sealed:
+            return self.read(lsn), False
         trusted = segment.is_read(lsn)
         return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
 
@@ -354,16 +358,50 @@ class Journal:
             self._low_epoch = before
             raise
         del self._segments[: len(over)]
+        self.cold.forget_below(over[-1].last_lsn + 1)
         with self._failing_stops("recycling"):
             for segment in over:
-                self._ops.close(self._fds.pop(segment.path))
-                if segment.mapped is None:
-                    self._give_up(segment.path, segment.size)
-                else:
-                    self._lent.append((segment.path, segment.size, segment.mapped.view))
-                    segment.mapped = None
+                if not segment.cold:
+                    self._let_go(segment)
             self._take_back()
         return len(over)
+
+    def sealed_segment(self, epoch: int) -> Segment | None:
+        """For the cold tier: the live sealed segment of that epoch, here or there."""
+        return next((s for s in self._segments[:-1] if s.epoch == epoch and s.sealed), None)
+
+    def away(self, lsns: npt.NDArray[np.int64]) -> list[tuple[Segment, list[int]]]:
+        """Those of the LSNs that lie in cold segments and were not fetched, by segment."""
+        found = []
+        for segment in self._segments:
+            if segment.cold:
+                mine = lsns[(lsns >= segment.first_lsn) & (lsns <= segment.last_lsn)]
+                away = [lsn for lsn in mine.tolist() if not self.cold.holds(lsn)]
+                if away:
+                    found.append((segment, away))
+        return found
+
+    def went_cold(self, stub: Stub, fact_lsn: int) -> None:
+        """The owner's fact at `fact_lsn` says that this segment is in the store: its file is given up."""
+        self._require_working()
+        assert fact_lsn <= self._durable_lsn, "a local file outlives the fact that it went cold"
+        segment = self.sealed_segment(stub.epoch)
+        assert segment is not None, f"epoch {stub.epoch} is not held"
+        assert not segment.cold, f"epoch {stub.epoch} went cold before"
+        with self._failing_stops("giving up a file that went cold"):
+            self._let_go(segment, keep=FREE_KEPT)
+            self._take_back()
+        segment.path, segment.fd, segment.cold = self.folder / stub.file_name, -1, True
+
+    def _let_go(self, segment: Segment, *, keep: int | None = None) -> None:
+        """Its file may be written again, or goes when `keep` such files are there, once nobody reads it any more."""
+        self._ops.close(self._fds.pop(segment.path))
+        size = segment.size if keep is None or len(self._free) < keep else 0
+        if segment.mapped is None:
+            self._give_up(segment.path, size)
+        else:
+            self._lent.append((segment.path, size, segment.mapped.view))
+            segment.mapped = None
 
     def roll(self) -> None:
         """Seal the segment that is written to, full or not, so that it can be recycled. Raises StorageFailed,
@@ -376,29 +414,12 @@ class Journal:
             self._roll()
 
     def scrub(self, budget_bytes: int) -> ScrubSlice:
-        """Compare the next frames of sealed segments with their CRCs, from the device, for about so many bytes.
+        """Compare the next frames of sealed segments on this disk with their CRCs, from the device, for about so many bytes.
         Goes round: the slice that ends a round says so."""
         self._require_working()
-        sealed = [segment for segment in self._segments if segment.sealed]
-        segment = next((s for s in sealed if s.epoch >= self._scrub_epoch), None)
-        if segment is None:
-            self._scrub_epoch = self._scrub_at = 0  # the rest of this round was recycled
-            return ScrubSlice(0, 0, (), round_ended=True)
-        if segment.epoch != self._scrub_epoch:
-            self._scrub_epoch, self._scrub_at = segment.epoch, 0
-        if not self._scrub_at:
-            with self._failing_stops("scrubbing"):
-                self._ops.forget_cache(segment.fd)
+        sealed = [segment for segment in self._segments if segment.sealed and not segment.cold]
         with self._failing_stops("scrubbing"):
-            found, self._scrub_at = scrub_frames(
-                self._ops, segment, self._salt, self._scrub_at, budget_bytes
-            )
-        if self._scrub_at >= len(segment.offsets):
-            self._scrub_epoch, self._scrub_at = segment.epoch + 1, 0
-        ended = segment is sealed[-1] and self._scrub_at == 0
-        if ended:
-            self._scrub_epoch = 0
-        return ScrubSlice(found.bytes, found.frames, found.damaged, round_ended=ended)
+            return self._scrubber.slice(sealed, budget_bytes)
 
     def close(self) -> None:
         """Let go of files and lock. Idempotent. An uncommitted group is dropped: nobody was told it is kept."""
@@ -492,7 +513,7 @@ class Journal:
                     raise
                 self._ops.close(self._fds.pop(path))
                 self._ops.unlink(path)
-            raise _storage_failed(self.folder, fault, "preparing a segment") from fault
+            raise journal_failed(self.folder, fault, "preparing a segment") from fault
         with self._failing_stops("preparing a segment"):
             self._ops.fsync(fd)
             self._ops.fsync_folder(self.folder)
@@ -645,40 +666,12 @@ class Journal:
         try:
             yield
         except OSError as fault:
-            stopped = _storage_failed(self.folder, fault, doing)
+            stopped = journal_failed(self.folder, fault, doing)
             self._stopped = str(stopped)
             raise stopped from fault
-
-
-def _lock(ops: FileOps, folder: Path) -> int:
-    ops.make_folder(folder)
-    try:
-        return ops.lock(folder / LOCK)
-    except BlockingIOError:
-        holder = ops.read_bytes(folder / LOCK).decode(errors="replace").strip() or "unknown"
-        raise AlreadyRunning(
-            f"a broker already runs on journal {folder} (pid {holder}): stop it with `fabric down`, or set "
-            "FABRIC_HOME to another folder"
-        ) from None
 
 
 def _close_all(ops: FileOps, fds: dict[Path, int]) -> None:
     while fds:
         _, fd = fds.popitem()
         ops.close(fd)
-
-
-def _storage_failed(folder: Path, fault: OSError, doing: str) -> StorageFailed:
-    if fault.errno in FULL:
-        return StorageFailed(
-            f"the disk of journal {folder} is full ({doing}): free some space and try again"
-        )
-    if fault.errno in READ_ONLY:
-        return StorageFailed(
-            f"journal {folder} cannot be written ({fault.strerror}): make the folder writable, or set "
-            "FABRIC_HOME to another one"
-        )
-    return StorageFailed(
-        f"journal {folder} stopped while {doing} ({fault.strerror or fault}): check the disk, then start the "
-        "broker again"
-    )

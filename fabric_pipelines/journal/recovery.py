@@ -42,6 +42,7 @@ from fabric_pipelines.journal.segment import (
     Window,
     frame_at,
 )
+from fabric_pipelines.journal.stub import Stub, read_stubs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Recovered:
     chain: int
     low_epoch: int
     unfinished_roll: Segment | None
+    stubs: dict[int, Stub]
     report: RecoveryReport
 
 
@@ -95,11 +97,14 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """A segment file or, with `stub`, what stands here for one in the cold tier."""
+
     path: Path
     fd: int
     size: int
     epoch: int
     start: Control
+    stub: Stub | None = None
 
 
 def recover(
@@ -118,13 +123,12 @@ def recover(
     tail = _scan(ops, newest, salt)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
     _refuse_damaged_tail(newest, tail, beyond)
-    live = _live(folder, candidates, tail.low_epoch)
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
+    stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
+    cold = {epoch: _of_stub(folder, stub, identity) for epoch, stub in stubs.items()}
+    live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged)
 
-    scans = [
-        (_summary(ops, candidate, identity, salt) if lazy else None) or _scan(ops, candidate, salt)
-        for candidate in live[:-1]
-    ]
+    scans = [_scan_of(ops, candidate, identity, salt, lazy) for candidate in live[:-1]]
     scans.append(tail)
     untouched = tail.end == FIRST_FRAME_OFFSET and beyond.frames == 0
     unfinished = _require_joined(live, scans, untouched)
@@ -140,6 +144,7 @@ def recover(
             kinds=scan.kinds,
             sealed=scan.sealed,
             unread=bytearray(b"\1") * len(scan.offsets) if scan.unread else None,
+            cold=candidate.stub is not None,
         )
         for candidate, scan in zip(live, scans, strict=True)
     ]
@@ -157,7 +162,35 @@ def recover(
         chain=tail.chain,
         low_epoch=tail.low_epoch,
         unfinished_roll=segments[-2] if unfinished else None,
+        stubs=stubs,
         report=report,
+    )
+
+
+def _of_stub(folder: Path, stub: Stub, identity: Identity) -> Candidate:
+    before = stub.first_lsn - 1
+    start = Control(
+        before, before, before, stub.low_epoch, stub.start_chain, stub.opens, identity.uuid_bytes
+    )
+    return Candidate(folder / stub.file_name, -1, stub.size, stub.epoch, start, stub)
+
+
+def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, lazy: bool) -> Scan:
+    stub = candidate.stub
+    if stub is None:
+        summary = _summary(ops, candidate, identity, salt) if lazy else None
+        return summary or _scan(ops, candidate, salt)
+    return Scan(
+        last_lsn=stub.last_lsn,
+        chain=stub.chain,
+        durable_lsn=stub.durable_lsn,
+        low_epoch=stub.low_epoch,
+        opens=stub.opens,
+        end=stub.size,
+        sealed=True,
+        offsets=stub.offsets,
+        kinds=stub.kinds,
+        unread=True,
     )
 
 
@@ -341,12 +374,23 @@ def _refuse_damaged_tail(newest: Candidate, tail: Scan, beyond: Beyond) -> None:
         )
 
 
-def _live(folder: Path, candidates: dict[int, Candidate], low_epoch: int) -> list[Candidate]:
-    """Segments low_epoch..newest without a gap."""
+def _live(
+    folder: Path,
+    candidates: dict[int, Candidate],
+    low_epoch: int,
+    newest: int,
+    damaged: dict[int, Path],
+) -> list[Candidate]:
+    """Segments low_epoch..newest without a gap, here or in the cold tier."""
     live: list[Candidate] = []
     for epoch in range(low_epoch, max(candidates) + 1):
-        if epoch not in candidates:
-            after = min(later for later in candidates if later > epoch)
+        if epoch not in candidates and epoch in damaged:
+            raise CorruptionFound(
+                f"{damaged[epoch]} is damaged, and the segment of epoch {epoch} is nowhere else in {folder}: "
+                "restore that file from a copy"
+            )
+        if epoch not in candidates or epoch > newest:
+            after = min(later for later in candidates if later >= epoch)
             first = live[-1].start.last_lsn + 1 if live else 1
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "

@@ -6,6 +6,7 @@ and the scrub goes on with the next. Finds and names; what damage means is the o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fabric_pipelines.journal.files import FileOps
@@ -34,11 +35,38 @@ class ScrubSlice:
     round_ended: bool = False
 
 
+class Scrubber:
+    """Goes round over the sealed segments on this disk."""
+
+    def __init__(self, ops: FileOps, salt: int) -> None:
+        self._ops, self._salt = ops, salt
+        self._epoch = self._at = 0
+
+    def slice(self, sealed: Sequence[Segment], budget_bytes: int) -> ScrubSlice:
+        """The next frames, for about so many bytes. The slice that ends a round says so."""
+        segment = next((s for s in sealed if s.epoch >= self._epoch), None)
+        if segment is None:
+            self._epoch = self._at = 0  # the rest of this round was recycled
+            return ScrubSlice(0, 0, (), round_ended=True)
+        if segment.epoch != self._epoch:
+            self._epoch, self._at = segment.epoch, 0
+        if not self._at:
+            self._ops.forget_cache(segment.fd)
+        size = min(segment.end, self._ops.size(segment.fd))
+        window = Window(self._ops, segment.fd, size, STEP_BYTES)
+        found, self._at = scrub_frames(window, segment, self._salt, self._at, budget_bytes)
+        if self._at >= len(segment.offsets):
+            self._epoch, self._at = segment.epoch + 1, 0
+        ended = segment is sealed[-1] and self._at == 0
+        if ended:
+            self._epoch = 0
+        return ScrubSlice(found.bytes, found.frames, found.damaged, round_ended=ended)
+
+
 def scrub_frames(
-    ops: FileOps, segment: Segment, salt: int, at: int, budget_bytes: int
+    window: Window, segment: Segment, salt: int, at: int, budget_bytes: int
 ) -> tuple[ScrubSlice, int]:
     """Frames `at`, at + 1, ... of the segment, at least one; returns what was found and the next `at`."""
-    window = Window(ops, segment.fd, min(segment.end, ops.size(segment.fd)), STEP_BYTES)
     damaged: list[Damage] = []
     first, seen, count = at, 0, len(segment.offsets)
     while at < count and (at == first or seen < budget_bytes):

@@ -46,9 +46,12 @@ class Window:
         inside = offset - self._start
         if inside < 0 or inside + length > len(self._bytes):
             span = min(max(length, self._step), self.size - offset)
-            self._bytes = read_exactly(self._ops, self._fd, span, offset)
+            self._bytes = self._read(span, offset)
             self._start, inside = offset, 0
         return self._bytes[inside : inside + length]
+
+    def _read(self, span: int, offset: int) -> memoryview:
+        return read_exactly(self._ops, self._fd, span, offset)
 
 
 class Mapped:
@@ -59,10 +62,23 @@ class Mapped:
         return self.view[offset : offset + length]
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One segment as it stands: its file or, once `cold`, its stub; the frames in it, the bytes they take."""
+
+    name: str
+    first_lsn: int
+    last_lsn: int
+    bytes: int
+    sealed: bool
+    epoch: int = 0
+    cold: bool = False
+
+
 @dataclass(slots=True)
 class Segment:
     """`offsets[i]` is where data frame `first_lsn + i` begins and `kinds[i]` its kind; `end` is where the next
-    frame goes. `unread[i]` is 1 while nobody has compared that frame with its CRCs since the journal was
+    frame goes. `cold`: its bytes are in the object store, `path` is that of its stub and `fd` is none. `unread[i]` is 1 while nobody has compared that frame with its CRCs since the journal was
     opened; None when all were read."""
 
     path: Path
@@ -76,10 +92,23 @@ class Segment:
     sealed: bool = False
     mapped: Mapped | None = None
     unread: bytearray | None = None
+    cold: bool = False
 
     @property
     def last_lsn(self) -> int:
         return self.first_lsn + len(self.offsets) - 1
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(
+            self.path.name,
+            self.first_lsn,
+            self.last_lsn,
+            self.end,
+            self.sealed,
+            self.epoch,
+            self.cold,
+        )
 
     def extent(self, lsn: int) -> int:
         """Bytes from the frame `lsn` to the next data frame."""
@@ -95,6 +124,7 @@ class Segment:
             self.unread[lsn - self.first_lsn] = 0
 
     def source(self, ops: FileOps, step: int = WINDOW_BYTES) -> Source:
+        assert not self.cold, "a cold segment is read through the cold tier"
         if not self.sealed:
             return Window(ops, self.fd, self.end, step)
         if self.mapped is None:

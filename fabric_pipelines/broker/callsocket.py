@@ -1,0 +1,236 @@
+"""The call socket: requests and answers between processes of one machine, beside Flight's own socket.
+
+A Flight action costs a call 0.4 ms of both processes' time before anything is done, which is more than the broker
+needs for a lease; the same envelope in a length-prefixed frame on a Unix socket costs a tenth (docs/rejected.md has
+the figures). Bulk uploads and everything off the machine stay with Flight; what may be asked, by whom, and what it
+means is decided in one place for both.
+
+    "FPC1" | u32 length | envelope, whose head names the operation under "do"
+
+A connection has one request outstanding. Refuses a frame that does not begin so or is longer than any message can
+be; such a connection is closed, since nothing after it could be told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fabric_pipelines.broker.envelope import Part, pack, unpack
+from fabric_pipelines.errors import BrokerUnavailable, FabricError, SchemaError, SettingsError
+
+SUFFIX = ".call"
+MAGIC = b"FPC1"
+FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
+_HEADER = struct.Struct("<4sI")
+_BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go
+_STOP_S = 2.0
+
+Head = dict[str, Any]
+Answer = Callable[[str, Head, list[memoryview]], tuple[Head, Sequence[Part]]]
+
+
+def path_beside(socket_path: Path) -> Path:
+    """Where the calls go of a broker that serves Flight on `socket_path`."""
+    if socket_path.suffix == SUFFIX:
+        raise SettingsError(
+            f"the broker's socket {socket_path} ends in {SUFFIX}, the name of the socket beside it: set "
+            "FABRIC_BROKER_URL to another name"
+        )
+    return socket_path.with_name(socket_path.stem + SUFFIX)
+
+
+class CallServer:
+    """A thread for each connection; `answer` is called in it and must not raise FabricError."""
+
+    def __init__(self, path: Path, answer: Answer, refuse: Callable[[FabricError], Head]) -> None:
+        self._answer, self._refuse = answer, refuse
+        self._path = path
+        path.unlink(missing_ok=True)  # the caller holds the journal's lock: nobody lives there
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        threading.Thread(target=self._accept, name="broker-calls", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no new requests; those under way are answered, for a while."""
+        with self._lock:
+            self._closing = True
+            threads = list(self._open.values())
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        for thread in threads:
+            thread.join(_STOP_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                continue  # out of descriptors, or the caller is gone already: its own misfortune
+            thread = threading.Thread(
+                target=self._converse, args=(connection,), name="broker-call", daemon=True
+            )
+            with self._lock:
+                if self._closing:
+                    connection.close()
+                    return
+                self._open[connection] = thread
+            thread.start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        try:
+            _widen(connection)
+            while (body := receive(connection)) is not None:
+                send(connection, *self._respond(body))
+        except SchemaError as fault:
+            with contextlib.suppress(OSError):
+                send(connection, self._refuse(fault), ())
+        except OSError:
+            pass  # the caller is gone; whatever it asked for is in the journal or never was
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+            connection.close()
+
+    def _respond(self, body: memoryview) -> tuple[Head, Sequence[Part]]:
+        try:
+            head, parts = unpack(body)
+            name = head.pop("do", None)
+        except SchemaError as fault:
+            return self._refuse(fault), ()
+        return self._answer(str(name), head, parts)
+
+
+class CallConnection:
+    """A caller's end, for one thread. A broker that restarted since the last call is found again; after any failure
+    that is raised, a new connection has to be made."""
+
+    def __init__(self, path: Path, endpoint: str) -> None:
+        self._path, self._endpoint = path, endpoint
+        self._timeout_s = 0.0
+        self._socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            made.connect(str(self._path))
+        except OSError as fault:
+            made.close()
+            raise BrokerUnavailable(
+                f"no broker answers at {self._endpoint}: start one with `fabric up`"
+            ) from fault
+        _widen(made)
+        return made
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def call(
+        self, name: str, head: Mapping[str, Any], parts: Sequence[Part], timeout_s: float
+    ) -> tuple[Head, list[memoryview]]:
+        """BrokerUnavailable if no whole answer comes in time; what was asked may have been done then."""
+        if timeout_s != self._timeout_s:
+            self._limit(timeout_s)
+        try:
+            self._send({**head, "do": name}, parts)
+            body = receive(self._socket)
+        except BlockingIOError as fault:
+            raise BrokerUnavailable(
+                f"the broker at {self._endpoint} does not answer in time: see `fabric status` and its log"
+            ) from fault
+        except OSError as fault:
+            raise BrokerUnavailable(
+                f"the broker at {self._endpoint} cannot be reached: {os.strerror(fault.errno or 0)}"
+            ) from fault
+        if body is None:
+            raise BrokerUnavailable(
+                f"the broker at {self._endpoint} ended before it answered: start it with `fabric up`"
+            )
+        return unpack(body)
+
+    def _send(self, head: Head, parts: Sequence[Part]) -> None:
+        """A request that cannot even be sent was not seen by anybody whole, so it may be sent again."""
+        try:
+            send(self._socket, head, parts)
+        except (BrokenPipeError, ConnectionResetError):
+            self._socket.close()
+            self._socket = self._connect()
+            self._limit(self._timeout_s)
+            send(self._socket, head, parts)
+
+    def _limit(self, timeout_s: float) -> None:
+        """By the kernel's own timers, which cost a call nothing; Python's would poll before each step."""
+        whole, part = divmod(timeout_s, 1)
+        value = struct.pack("ll", int(whole), max(int(part * 1e6), 0 if whole else 1))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+        self._timeout_s = timeout_s
+
+
+def send(connection: socket.socket, head: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    pieces = pack(head, parts)
+    size = sum(map(len, pieces))
+    if size > FRAME_BYTES_MAX:
+        raise SchemaError(
+            f"a message of {size} bytes is longer than {FRAME_BYTES_MAX}: send fewer tasks at a time"
+        )
+    left = [_HEADER.pack(MAGIC, size), *pieces]
+    sent = connection.sendmsg(left)
+    if sent == size + _HEADER.size:
+        return
+    rest = memoryview(b"".join(left))[sent:]
+    while len(rest):
+        rest = rest[connection.send(rest) :]
+
+
+def receive(connection: socket.socket) -> memoryview | None:
+    """The next message's envelope, in memory of its own; None at the end. SchemaError: not our frame."""
+    header = _read(connection, _HEADER.size)
+    if header is None:
+        return None
+    magic, size = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise SchemaError("the call socket takes frames of this fabric only: use its own client")
+    if size > FRAME_BYTES_MAX:
+        raise SchemaError(
+            f"a message of {size} bytes is longer than {FRAME_BYTES_MAX}: send fewer tasks at a time"
+        )
+    body = _read(connection, size)
+    if body is None:
+        raise ConnectionResetError("the message ended early")
+    return body
+
+
+def _read(connection: socket.socket, size: int) -> memoryview | None:
+    """Exactly so many bytes, or None if the connection ended."""
+    buffer = memoryview(bytearray(size))
+    at = 0
+    while at < size:
+        count = connection.recv_into(buffer[at:], size - at, socket.MSG_WAITALL)
+        if not count:
+            return None
+        at += count
+    return buffer
+
+
+def _widen(connection: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

@@ -1,0 +1,263 @@
+"""The cold tier of a journal: sealed segments that went to an object store, and their frames that came back.
+
+A copy is put, read back whole and compared by size and CRC32C before anybody is told of it; a frame that comes
+back is compared with its own CRCs, epoch and LSN before it is believed. What is fetched is kept in memory up to
+FETCHED_BYTES, newest use last. Decides nothing: which segments go, and when a local file may, is the owner's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError
+from fabric_pipelines.journal.files import FileOps, aligned_buffer, read_exactly
+from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, Control, crc32c
+from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
+from fabric_pipelines.journal.segment import (
+    Segment,
+    Source,
+    Window,
+    frame_at,
+)
+from fabric_pipelines.journal.store import ObjectStore
+from fabric_pipelines.journal.stub import Stub, write_stub
+
+STEP_BYTES = 8 << 20
+GAP_BYTES = 256 << 10  # frames closer than this are fetched by one request
+FETCHED_BYTES = 256 << 20
+
+
+class ColdTier:
+    """`stubs` by epoch: of everything that may be in the store. `copy_out`, `fetch`, `scrub` and `remove` may run in
+    a helper's thread while the owner goes on; the rest is the owner's."""
+
+    def __init__(
+        self,
+        store: ObjectStore | None,
+        folder: Path,
+        journal_id: str,
+        salt: int,
+        stubs: dict[int, Stub],
+        ops: FileOps,
+    ) -> None:
+        self.store, self.stubs = store, stubs
+        self._folder, self._journal_id, self._salt, self._ops = folder, journal_id, salt, ops
+        self._fetched: OrderedDict[int, memoryview] = OrderedDict()
+        self.fetched_bytes = 0
+
+    def object_name(self, epoch: int) -> str:
+        return f"{self._journal_id}/{epoch:08d}.segment"
+
+    # -- out
+
+    def copy_out(self, segment: Segment) -> Stub:
+        """Put a sealed segment into the store and read it back: on return it is there whole, and so is its stub
+        here. CorruptionFound if it is damaged here, ColdLost if the store gave back something else; the rest is
+        as with FileOps and ObjectStore."""
+        store = self._require_store()
+        assert segment.sealed, "only a sealed segment goes cold"
+        assert not segment.cold, "a segment goes cold once"
+        self._ops.forget_cache(segment.fd)
+        stub = self._stub_of(segment)
+        write_stub(self._ops, self._folder, stub, bytes.fromhex(self._journal_id))
+        self.stubs[segment.epoch] = stub
+        store.put(self.object_name(segment.epoch), self._pieces(segment), segment.end)
+        self._require_back(segment, stub)
+        return stub
+
+    def _stub_of(self, segment: Segment) -> Stub:
+        window = Window(self._ops, segment.fd, segment.end, STEP_BYTES)
+        crc = self._whole_crc(segment, window)
+        start = self._control(window, segment, 0)
+        seal = self._control(window, segment, segment.end - CONTROL_FRAME_BYTES)
+        return Stub(
+            epoch=segment.epoch,
+            first_lsn=segment.first_lsn,
+            size=segment.end,
+            crc=crc,
+            durable_lsn=seal.durable_lsn,
+            low_epoch=seal.low_epoch,
+            start_chain=start.chain,
+            chain=seal.chain,
+            opens=seal.opens,
+            where=self._require_store().where,
+            offsets=segment.offsets,
+            kinds=segment.kinds,
+        )
+
+    def _control(self, window: Window, segment: Segment, offset: int) -> Control:
+        found = frame_at(window, offset, epoch=segment.epoch, salt=self._salt)
+        assert found is not None, "it was read just now"
+        assert found.control is not None, "a segment begins with SEGMENT and ends with SEAL"
+        return found.control
+
+    def _whole_crc(self, segment: Segment, window: Window) -> int:
+        """Of the local file, after each of its frames was found whole."""
+        found, _ = scrub_frames(window, segment, self._salt, 0, segment.end)
+        if found.damaged:
+            raise CorruptionFound(
+                f"segment {segment.path} is damaged at offset {found.damaged[0].offset}: it does not go to the "
+                "cold tier; restore the file from a copy"
+            )
+        crc = 0
+        for piece in self._pieces(segment):
+            crc = crc32c(piece, crc)
+        return crc
+
+    def _pieces(self, segment: Segment) -> Iterator[memoryview]:
+        for offset in range(0, segment.end, STEP_BYTES):
+            length = min(STEP_BYTES, segment.end - offset)
+            yield read_exactly(self._ops, segment.fd, length, offset)
+
+    def _require_back(self, segment: Segment, stub: Stub) -> None:
+        store, name = self._require_store(), self.object_name(stub.epoch)
+        size, crc = store.size(name), 0
+        for offset in range(0, stub.size, STEP_BYTES):
+            crc = crc32c(store.read(name, offset, min(STEP_BYTES, stub.size - offset)), crc)
+        if size != stub.size or crc != stub.crc:
+            raise ColdLost(
+                f"{store.where} gave back {size} bytes with CRC32C {crc:08x} for segment {segment.path.name} of "
+                f"{stub.size} bytes with {stub.crc:08x}: the segment stays here"
+            )
+
+    # -- back
+
+    def holds(self, lsn: int) -> bool:
+        """Whether that frame of a cold segment was fetched and is still in memory."""
+        return lsn in self._fetched
+
+    def fetch(self, segment: Segment, lsns: Sequence[int]) -> dict[int, memoryview]:
+        """The frames, each whole. ColdLost if one is missing or not what was written."""
+        found: dict[int, memoryview] = {}
+        for first, last in _close_runs(segment, sorted(lsns)):
+            begin = segment.offsets[first - segment.first_lsn]
+            end = segment.offsets[last - segment.first_lsn] + segment.extent(last)
+            part = self._read(segment, begin, end - begin)
+            for lsn in lsns:
+                if first <= lsn <= last:
+                    at = segment.offsets[lsn - segment.first_lsn] - begin
+                    frame = part[at : at + segment.extent(lsn)]
+                    self._require_frame(segment, lsn, frame)
+                    found[lsn] = frame
+        return found
+
+    def _read(self, segment: Segment, offset: int, length: int) -> memoryview:
+        """Aligned as in the file."""
+        raw = self._require_store().read(self.object_name(segment.epoch), offset, length)
+        buffer = aligned_buffer(length)
+        buffer[: len(raw)] = raw
+        return buffer[: len(raw)].toreadonly()
+
+    def _require_frame(self, segment: Segment, lsn: int, part: memoryview) -> None:
+        found = frame_at(_Part(part, 0), 0, epoch=segment.epoch, salt=self._salt)
+        if found is None or found.header.lsn != lsn:
+            raise self.lost(segment, lsn)
+
+    def lost(self, segment: Segment, lsn: int) -> ColdLost:
+        """What to say of a frame that cannot be had, looking once whether the object is there at all."""
+        store, name = self._require_store(), self.object_name(segment.epoch)
+        size, wanted = store.size(name), segment.end
+        if size is None:
+            what = "is missing"
+        elif size != wanted:
+            what = f"has {size} bytes, {wanted} were put"
+        else:
+            what = f"was changed at offset {segment.offsets[lsn - segment.first_lsn]}"
+        return ColdLost(
+            f"segment {name} in the cold tier {store.where} {what}: LSN {segment.first_lsn}.."
+            f"{segment.last_lsn} cannot be relied on; restore that object from a copy"
+        )
+
+    def keep(self, frames: Mapping[int, memoryview]) -> None:
+        """Fetched frames, for as long as there is room."""
+        for lsn, part in frames.items():
+            self.fetched_bytes += len(part) - len(self._fetched.get(lsn, b""))
+            self._fetched[lsn] = part
+            self._fetched.move_to_end(lsn)
+        while self.fetched_bytes > FETCHED_BYTES and len(self._fetched) > len(frames):
+            _, dropped = self._fetched.popitem(last=False)
+            self.fetched_bytes -= len(dropped)
+
+    def forget_below(self, lsn: int) -> None:
+        for old in [at for at in self._fetched if at < lsn]:
+            self.fetched_bytes -= len(self._fetched.pop(old))
+
+    def source(self, segment: Segment, lsn: int) -> Source:
+        """To read the one frame `lsn` from: memory, else the store while the caller waits."""
+        if lsn not in self._fetched:
+            self.keep(self.fetch(segment, [lsn]))
+        self._fetched.move_to_end(lsn)
+        return _Part(self._fetched[lsn], segment.offsets[lsn - segment.first_lsn])
+
+    def stream(self, segment: Segment) -> Window:
+        """To read the whole segment through; nothing of it is kept."""
+        return _StoreWindow(self, segment)
+
+    def scrub(self, segment: Segment) -> ScrubSlice:
+        """Every frame of the object compared with its CRCs. ColdLost if it is missing or of another size."""
+        store = self._require_store()
+        if store.size(self.object_name(segment.epoch)) != segment.end:
+            raise self.lost(segment, segment.first_lsn)
+        found, _ = scrub_frames(self.stream(segment), segment, self._salt, 0, segment.end)
+        return found
+
+    # -- over
+
+    def remove(self, stub: Stub) -> None:
+        """A segment below the low epoch is given up: the object first, so that a stub is left if that fails."""
+        self._require_store().remove(self.object_name(stub.epoch))
+        self._ops.unlink(self._folder / stub.file_name)
+        del self.stubs[stub.epoch]
+
+    def _require_store(self) -> ObjectStore:
+        if self.store is None:
+            raise SettingsError(
+                f"journal {self._folder} has segments in the cold tier {self._known()}: set FABRIC_BROKER_COLD "
+                "to where they are"
+            )
+        return self.store
+
+    def require_store(self) -> None:
+        """SettingsError if something is in a store and none was named."""
+        if self.stubs:
+            self._require_store()
+
+    def _known(self) -> str:
+        return ", ".join(sorted({stub.where for stub in self.stubs.values()}))
+
+
+class _Part:
+    """A piece of a segment that begins at `start`."""
+
+    def __init__(self, part: memoryview, start: int) -> None:
+        self._part, self._start = part, start
+
+    def at(self, offset: int, length: int) -> memoryview:
+        return self._part[offset - self._start : offset - self._start + length]
+
+
+class _StoreWindow(Window):
+    def __init__(self, tier: ColdTier, segment: Segment) -> None:
+        super().__init__(tier._ops, segment.fd, segment.end, STEP_BYTES)
+        self._tier, self._segment = tier, segment
+
+    def _read(self, span: int, offset: int) -> memoryview:
+        return self._tier._read(self._segment, offset, span)
+
+
+def _close_runs(segment: Segment, lsns: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """(first, last) of ascending LSNs whose frames lie close together."""
+    runs: list[list[int]] = []
+    for lsn in lsns:
+        begin = segment.offsets[lsn - segment.first_lsn]
+        if runs:
+            last = runs[-1][1]
+            end = segment.offsets[last - segment.first_lsn] + segment.extent(last)
+            first = segment.offsets[runs[-1][0] - segment.first_lsn]
+            if begin - end <= GAP_BYTES and begin + segment.extent(lsn) - first <= 4 * STEP_BYTES:
+                runs[-1][1] = lsn
+                continue
+        runs.append([lsn, lsn])
+    return [(first, last) for first, last in runs]

@@ -1,0 +1,172 @@
+"""The call socket: frames arrive whole or not at all, and a caller always hears a typed error."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_pipelines.broker.callsocket import (
+    FRAME_BYTES_MAX,
+    CallConnection,
+    CallServer,
+    path_beside,
+    receive,
+)
+from fabric_pipelines.broker.envelope import Part, unpack
+from fabric_pipelines.broker.wire import error_head
+from fabric_pipelines.errors import BrokerUnavailable, SchemaError, SettingsError
+
+
+class Echo:
+    """Answers with what it was asked; holds an answer back while `gate` is shut."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(
+        self, name: str, head: dict[str, Any], parts: list[memoryview]
+    ) -> tuple[dict[str, Any], Sequence[Part]]:
+        self.seen.append(name)
+        self.gate.wait(30)
+        return {**head, "name": name}, parts
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return path_beside(tmp_path / "broker.sock")
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def server(path: Path, echo: Echo) -> Iterator[CallServer]:
+    made = CallServer(path, echo, error_head)
+    yield made
+    echo.gate.set()
+    made.close()
+
+
+def raw(path: Path, sent: bytes) -> dict[str, Any] | None:
+    """The head of what comes back for these bytes; None if the connection just ends."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(10)
+        caller.connect(str(path))
+        caller.sendall(sent)
+        caller.shutdown(socket.SHUT_WR)
+        body = receive(caller)
+    return None if body is None else unpack(body)[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 5 << 20])
+def test_a_request_and_its_parts_come_back_as_they_were(
+    path: Path, server: CallServer, size: int
+) -> None:
+    sent = [b"x" * size, b"y" * 7]
+    connection = CallConnection(path, "here")
+    for number in range(3):
+        head, parts = connection.call("say", {"number": number}, sent, 10.0)
+        assert head == {"number": number, "name": "say"}
+        assert [bytes(part) for part in parts] == sent
+    connection.close()
+
+
+def test_a_stranger_is_refused_in_one_answer(path: Path, server: CallServer) -> None:
+    head = raw(path, b"PRI * HTTP/2.0\r\n\r\n")
+    assert head is not None
+    assert head["error"] == "SchemaError"
+    assert "its own client" in head["message"]
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read(path: Path, server: CallServer) -> None:
+    head = raw(path, struct.pack("<4sI", b"FPC1", FRAME_BYTES_MAX + 1))
+    assert head is not None
+    assert "send fewer tasks at a time" in head["message"]
+
+
+def test_a_truncated_frame_is_never_acted_on(path: Path, server: CallServer, echo: Echo) -> None:
+    whole = struct.pack("<4sI", b"FPC1", 100) + b"z" * 100
+    for cut in range(len(whole)):
+        assert raw(path, whole[:cut]) is None
+    assert echo.seen == []
+
+
+def test_a_malformed_envelope_is_answered_and_the_connection_lives(
+    path: Path, server: CallServer
+) -> None:
+    head = raw(path, struct.pack("<4sI", b"FPC1", 4) + b"junk")
+    assert head is not None
+    assert head["error"] == "SchemaError"
+
+
+def test_a_broker_that_restarted_is_found_again_by_the_same_connection(
+    path: Path, echo: Echo
+) -> None:
+    first = CallServer(path, echo, error_head)
+    connection = CallConnection(path, "here")
+    connection.call("one", {}, (), 10.0)
+    first.close()
+    second = CallServer(path, echo, error_head)
+    connection.call("two", {}, (), 10.0)
+    second.close()
+    assert echo.seen == ["one", "two"]
+    with pytest.raises(BrokerUnavailable, match="no broker answers at here"):
+        connection.call("three", {}, (), 10.0)
+
+
+def test_an_answer_that_does_not_come_in_time_is_said(
+    path: Path, server: CallServer, echo: Echo
+) -> None:
+    echo.gate.clear()
+    connection = CallConnection(path, "here")
+    with pytest.raises(BrokerUnavailable, match="does not answer in time"):
+        connection.call("slow", {}, (), 0.05)
+    connection.close()
+
+
+def test_what_was_asked_before_the_end_is_answered(
+    path: Path, server: CallServer, echo: Echo
+) -> None:
+    echo.gate.clear()
+    connection = CallConnection(path, "here")
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(connection.call("last", {}, (), 10.0)[0])
+    )
+    asking.start()
+    while not echo.seen:
+        threading.Event().wait(0.001)
+    threading.Timer(0.05, echo.gate.set).start()
+    server.close()
+    asking.join()
+    connection.close()
+    assert answers == [{"name": "last"}]
+    assert not path.exists()
+
+
+def test_a_message_too_long_is_refused_before_anything_is_sent(
+    path: Path, server: CallServer, echo: Echo
+) -> None:
+    connection = CallConnection(path, "here")
+    half = memoryview(bytes(FRAME_BYTES_MAX // 2 + 1))
+    with pytest.raises(SchemaError, match="send fewer tasks at a time"):
+        connection.call("big", {}, (half, half), 10.0)
+    assert connection.call("small", {}, (), 10.0)[0] == {"name": "small"}
+    assert echo.seen == ["small"]
+    connection.close()
+
+
+def test_only_its_owner_may_call_and_its_name_is_its_own(path: Path, server: CallServer) -> None:
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(SettingsError, match="set FABRIC_BROKER_URL to another name"):
+        path_beside(path)
