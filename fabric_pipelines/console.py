@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fabric_pipelines.errors import CheckFailed
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def settings_of(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings
 
+    CTRL_C.begin()
     return settings.load(ctx.obj)
 
 

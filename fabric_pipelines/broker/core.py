@@ -27,6 +27,7 @@ from fabric_pipelines.broker.accounts import (
     has_repeats,
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of, class_of
+from fabric_pipelines.broker.contents import Contents
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -141,7 +142,7 @@ class Core:
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
-        self._contents: dict[str, Fingerprinter] = {}
+        self._contents = Contents()
         self._stepping: set[int] = set()
         self._derive()
 
@@ -189,7 +190,7 @@ class Core:
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
-            self._contents.pop(fact.submission_id, None)
+            self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
             self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
@@ -277,50 +278,21 @@ class Core:
                 f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
                 f"{record.rows} and {record.tokens}"
             )
-        running = self._contents.get(submission_id)
-        proven = running is not None and _is(running, header)
-        if not proven and stored is not None:
-            running = Fingerprinter()
-            for batch in stored:
-                running.update(batch)
-            proven = _is(running, header)
-        if not proven and running is not None and running.tasks == header.tasks:
-            raise SubmissionConflict(
-                f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
-                "it stays open; submit the right content under another id (set the salt)"
-            )
-        if not proven:
+        if not self._contents.prove(header, stored):
             self.counters["closed_unproven"] += 1
         return [SubmissionClosed(submission_id)]
 
     def content_of(self, submission_id: str) -> Fingerprinter | None:
-        """What fingerprints the content so far, for one stream to carry on; None if that is no longer known."""
+        """Fingerprint of what was taken so far, for one stream to carry on."""
         record = self.state.by_submission.get(submission_id)
-        if record is None or not record.rows:
-            return Fingerprinter()
-        running = self._contents.get(submission_id)
-        if running is None or running.tasks != record.rows:
-            return None
-        self._contents[submission_id] = running.copy()
-        return self._contents[submission_id]
+        return self._contents.of(submission_id, 0 if record is None else record.rows)
 
     def remember_content(
         self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
     ) -> None:
-        """The rows of `batch` were taken. `content`: fingerprinted by the stream they came in, which may be ahead;
-        it counts only while every row came in that stream. None: it is done here."""
-        record = self.known(submission_id)
-        before = record.rows - batch.num_rows
-        running = self._contents.pop(submission_id, None)
-        if content is not None:
-            if content is running or not before:
-                self._contents[submission_id] = content
-            return
-        if running is None and not before:
-            running = Fingerprinter()
-        if running is not None and running.tasks == before:
-            running.update(batch)
-            self._contents[submission_id] = running
+        """The rows of `batch` were taken, see `Contents.take`."""
+        before = self.known(submission_id).rows - batch.num_rows
+        self._contents.take(submission_id, before, batch, content)
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
@@ -675,11 +647,6 @@ class Core:
         tasks = task_ids - np.int64(self.state.incarnation << SEQUENCE_BITS)
         known = (tasks >= 0) & (tasks < self.state.index.count)
         return np.where(known, tasks, 0), known
-
-
-def _is(running: Fingerprinter, header: Submission) -> bool:
-    """Whether this is the content of the submission, all of it."""
-    return running.tasks == header.tasks and running.hexdigest() == header.fingerprint
 
 
 def _returned(
