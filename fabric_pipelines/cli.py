@@ -22,9 +22,11 @@ from fabric_pipelines.errors import (
     CheckFailed,
     FabricError,
     Interrupted,
+    StorageFailed,
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> N
         raise typer.Exit(1)
     if isinstance(fault, OSError):
         fault = storage_failed(fault)
+    CTRL_C.told()
     sys.stderr.write(f"{fault}\n")
     raise typer.Exit(fault.exit_code)
 
@@ -151,6 +154,7 @@ def _assignment(text: str) -> tuple[str, str]:
 def _settings(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings
 
+    CTRL_C.begin()
     return settings.load(ctx.obj)
 
 
@@ -255,6 +259,8 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         unknown = dict.fromkeys(Ledger().as_json())
         shown = {"balance": "unknown", "processes": state["processes"]}
         _emit({**unknown, "lanes": [], **processes}, as_json, shown=shown)
+        if why := supervise.fallen(settings):
+            raise StorageFailed(why) from None
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
@@ -644,7 +650,13 @@ def worker_run(
 
 
 def main() -> None:
-    app(prog_name="fabric")
+    CTRL_C.install()
+    try:
+        app(prog_name="fabric")
+    except KeyboardInterrupt:  # between a command's end and ours
+        CTRL_C.leave()
+    finally:
+        CTRL_C.over()
 
 
 if __name__ == "__main__":

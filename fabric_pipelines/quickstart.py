@@ -44,6 +44,7 @@ from fabric_pipelines.errors import (
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.settings import Settings, make_runtime_folder
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
@@ -283,10 +284,11 @@ def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
     progress.say("starting Postgres, broker, completion and three workers")
     # the twelve lines of what starts and runs are `fabric up`'s; here a failed one names itself
     supervise.up(settings, ui=False, engines=ENGINES, say=lambda line: None)
-    try:
-        yield
-    finally:
-        supervise.down(settings)
+    with CTRL_C.letting_go(lambda: supervise.let_go(settings)):
+        try:
+            yield
+        finally:
+            supervise.down(settings)
 
 
 def _require_workers(settings: Settings) -> None:
