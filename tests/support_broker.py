@@ -31,6 +31,7 @@ GENERATE: dict[str, Any] = {"kind": "generate", "temperature": 0.0, "top_k": 1, 
 FUNCTION_OF: dict[Any, str] = {kind: name for name, kind in KIND_OF_FUNCTION.items()}
 EMBED: dict[str, Any] = {"kind": "embed", "pooling": "mean", "normalise": True}
 PROFILE = Profile(max_batch_size=8, max_num_tokens=512, kv_cache_tokens=0, window_tokens=64)
+LARGE = Profile(max_batch_size=64, max_num_tokens=8192, kv_cache_tokens=0, window_tokens=64)
 LANDED = Confirmation("postgres", {"cluster": "c", "xid": 1, "table": "fabric.generate"})
 BURIED = Confirmation("dead_letter", {"cluster": "c", "xid": 2, "table": "fabric.dead_letters"})
 PLENTY = Budget(sequences=1 << 20, tokens=1 << 40, kv_tokens=None)
@@ -68,8 +69,14 @@ class Bench:
         self.journal = self.journal.crash()
         self.owner = self._open()
 
-    def attach(self, name: str = "w", held: Sequence[int] = (), engine: str = ENGINE) -> Any:
-        return self.owner.attach(name, engine, "fingerprint", "cpu:0", PROFILE, held)
+    def attach(
+        self,
+        name: str = "w",
+        held: Sequence[int] = (),
+        engine: str = ENGINE,
+        profile: Profile = PROFILE,
+    ) -> Any:
+        return self.owner.attach(name, engine, "fingerprint", "cpu:0", profile, held)
 
     def upload(self, header: Submission, first_row: int, batch: pa.RecordBatch) -> SubmissionState:
         columns = BatchColumns.of(header, batch)
@@ -167,14 +174,15 @@ def tasks_of(lengths: Iterable[int], *, seed: int = 0, new: int = 16) -> pa.Reco
 def completions(
     ids: Sequence[int], status: str = "ok", attempts: Sequence[int] | None = None
 ) -> pa.RecordBatch:
+    """`status`: "oversized" stands for a refusal of that kind."""
     count = len(ids)
-    good = status == "ok"
+    good, large = status == "ok", status == "oversized"
     return completion_batch(
         {
             "task_id": list(ids),
             "source_row": list(range(count)),
-            "status": [status] * count,
-            "finish_reason": ["stop" if good else "error"] * count,
+            "status": ["refused" if large else status] * count,
+            "finish_reason": ["oversized" if large else "stop" if good else "error"] * count,
             "output": [[1, 2] if good else None] * count,
             "prompt_tokens": [1] * count,
             "padded_tokens": [0] * count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,10 +16,13 @@ import pyarrow as pa
 from fabric_pipelines.broker.accounts import COMPUTED, DEAD, RETIRED
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.facts import Kind
-from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.broker.tiering import Water
+from fabric_pipelines.dataplane.cold_store import FolderStore
+from fabric_pipelines.errors import CorruptionFound, NotFetched
 from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.journal import FileOps, Journal
 from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.testing.sim_disk import (
     CrashState,
@@ -29,12 +33,22 @@ from fabric_pipelines.testing.sim_disk import (
     torn_states,
     writes_of,
 )
-from tests.support_broker import EMBED, GENERATE, ids_of, submission_of, tasks_of
+from tests.support_broker import (
+    EMBED,
+    ENGINE,
+    GENERATE,
+    LARGE,
+    PROFILE,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
 from tests.support_broker_disk import DiskBench
 
 SEGMENT_BYTES = 5 * 4096
 SLOW = "slow@engine"
 FOLDER = Path("/simulated/journal")
+COLD = Path("/simulated/cold")
 
 
 class Broken(AssertionError):
@@ -62,16 +76,19 @@ class Recording:
     prompts: dict[int, list[int]] = field(default_factory=dict)  # by task id
     kinds: set[int] = field(default_factory=set)
     dropped: int = 0  # segments, in the life that dropped most
+    counters: Counter[str] = field(default_factory=Counter)  # over all lives
 
     def __post_init__(self) -> None:
         self.computed: set[int] = set()
         self.retired: set[int] = set()
         self.dead: set[int] = set()
         self.rows: dict[int, int] = {}
+        self.epochs: set[int] = set()  # of every segment there was
         self.bench = bench_on(self.ops or self.disk)
         self.promise()
         self._live()
         self._note_kinds()
+        self.count()
         self.bench.close()
 
     def promise(self) -> None:
@@ -111,7 +128,7 @@ class Recording:
 
     def lease(self, count: int, name: str = "w", engine: str | None = None) -> list[int]:
         self.bench.attach(name, **({"engine": engine} if engine else {}))
-        lease = self.bench.lease(name, Budget(count, 1 << 20, None))
+        lease = lease_of(self.bench, name, count)
         self.bench.owner.commit()
         return [] if lease is None else ids_of(lease)
 
@@ -136,10 +153,27 @@ class Recording:
         self.bench.owner.release_pulled("c")
         self.promise()
 
+    def freeze(self) -> None:
+        """Seal what is written, cover it, and let all of it go cold that may."""
+        bench = self.bench
+        bench.owner.commit()
+        bench.disk.roll()
+        bench.checkpoint()
+        before, bench.tiering.water = bench.tiering.water, Water(0, 0)
+        bench.checkpoint()
+        bench.tiering.water = before
+        self.promise()
+
     def restart(self) -> None:
         self._note_kinds()
+        self.count()
         self.bench.crash()
         self.promise()
+
+    def count(self) -> None:
+        upkeep, tiering = self.bench.owner.upkeep, self.bench.tiering
+        assert upkeep is not None
+        self.counters.update({**upkeep.counters, **tiering.counters})
 
     def _note_kinds(self) -> None:
         journal = self.bench.disk
@@ -147,10 +181,12 @@ class Recording:
         upkeep = self.bench.owner.upkeep
         assert upkeep is not None
         self.dropped = max(self.dropped, upkeep.counters["segments_dropped"])
+        self.epochs |= {holding.epoch for holding in journal.holdings}
 
     def _live(self) -> None:
         self.submit(90, [3], engine=SLOW)
         self.submit(1, [4, 3])
+        self.freeze()
         first = self.lease(4)
         self.report(first[:3])
         self.report(first[3:], "failed")
@@ -186,11 +222,45 @@ class Recording:
         self.submit(5, [4])
         self.report(self.lease(3))
         self.land(2, keep=kept)
+        self.pass_on(self.lease(2))
+        self.land(keep=kept)
+
+    def pass_on(self, ids: list[int]) -> None:
+        """Too large for one class; the other one leaves, so that nobody is left to take them."""
+        owner = self.bench.owner
+        self.bench.attach("v", profile=LARGE)
+        self.bench.time.seconds += 25
+        self.bench.attach("v", profile=LARGE)
+        owner.renew("w")
+        self.bench.time.seconds += 10
+        owner.tick()
+        self.bench.report(ids, "oversized")
+        self.promise()
+        owner.detach("v")
+        owner.tick()
+        self.computed |= set(ids)
+        self.promise()
 
 
 def bench_on(ops: Any) -> DiskBench:
     limits = Limits(lease_s=30.0, attempts_max=3)
-    return DiskBench(limits=limits, folder=FOLDER, ops=ops, segment_bytes=SEGMENT_BYTES)
+    return DiskBench(
+        limits=limits,
+        folder=FOLDER,
+        ops=ops,
+        segment_bytes=SEGMENT_BYTES,
+        store=FolderStore(COLD, ops),
+    )
+
+
+def lease_of(bench: DiskBench, name: str, count: int) -> Lease | None:
+    """The next lease, once its rows are here."""
+    for _ in range(20):
+        try:
+            return bench.lease(name, Budget(count, 1 << 20, None))
+        except NotFetched:
+            bench.owner.tick()
+    raise Broken("rows did not come back from the cold tier")
 
 
 def digest_of(image: Image) -> bytes:
@@ -250,12 +320,17 @@ class Judge:
     def _log_in(self, disk: SimDisk) -> tuple[Any, ...]:
         """What a recovery finds: the chain covers every frame of the log, the digests every checkpoint; where frames
         are said to lie is apart from that."""
-        with Journal.open(FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True) as journal:
+        store = FolderStore(COLD, disk)
+        with Journal.open(
+            FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True, store=store
+        ) as journal:
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
             places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]
-        names = [name for name in disk.names(FOLDER) if name.startswith("checkpoint-")]
-        files = [hashlib.blake2b(disk.read_bytes(FOLDER / name)).digest() for name in names]
-        return chain, first_lsn, last_lsn, *places, *names, *files
+            cold = {journal.cold.object_name(epoch) for epoch in journal.cold.stubs}
+        names = [name for name in disk.names(FOLDER) if name.startswith(("checkpoint-", "epoch-"))]
+        paths = [FOLDER / name for name in names] + [COLD / name for name in sorted(cold)]
+        files = [hashlib.blake2b(content_of(disk, path)).digest() for path in paths]
+        return chain, first_lsn, last_lsn, *places, *map(str, paths), *files
 
     def _keep_promise(self, bench: DiskBench, acked: int) -> None:
         recording, index = self.recording, bench.owner.core.state.index
@@ -289,9 +364,13 @@ class Judge:
             assert state.enqueued == header.tasks
         bench.time.seconds += 31
         bench.owner.tick()
-        for name, engine in (("w", "model@engine"), ("s", SLOW)):
-            bench.attach(name, engine=engine)
-            while (lease := bench.lease(name, Budget(6, 1 << 20, None))) is not None:
+        for name, engine, profile in (
+            ("w", ENGINE, PROFILE),
+            ("v", ENGINE, LARGE),
+            ("s", SLOW, PROFILE),
+        ):
+            bench.attach(name, engine=engine, profile=profile)
+            while (lease := lease_of(bench, name, 6)) is not None:
                 for row in lease.tasks.to_pylist():
                     at = sequence_of(row["task_id"])
                     assert at not in retired, f"task {at} was leased after it was done"
@@ -333,6 +412,10 @@ class Judge:
     def judge_all(self, states: Iterator[CrashState]) -> None:
         for state in states:
             self.judge(state)
+
+
+def content_of(disk: SimDisk, path: Path) -> bytes:
+    return disk.read_bytes(path) if path.name in disk.names(path.parent) else b""
 
 
 def recorded(make: Callable[[], SimDisk] = SimDisk) -> Recording:

@@ -26,11 +26,15 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
 )
+from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of, class_of
+from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
     Enqueued,
     Fact,
+    GivenUp,
     LanesStepped,
     Leased,
     Returned,
@@ -41,6 +45,7 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.lanes import RULE, Lane, Step
 from fabric_pipelines.broker.pulls import ComputedQueue
+from fabric_pipelines.broker.refusals import given_up, pass_on
 from fabric_pipelines.broker.replies import (
     AttachReply,
     ComputedReply,
@@ -48,9 +53,8 @@ from fabric_pipelines.broker.replies import (
     SubmissionState,
 )
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
-from fabric_pipelines.broker.supply import Grant, Supply
+from fabric_pipelines.broker.supply import Asker, Grant, Supply
 from fabric_pipelines.errors import (
-    Backpressure,
     BalanceBroken,
     NotAttached,
     SchemaError,
@@ -59,7 +63,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc_part
+from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -83,6 +87,8 @@ COUNTERS = (
     "offered_tokens",
     "padded_tokens",
     "closed_unproven",
+    "too_large",
+    "given_up",
 )
 
 
@@ -104,7 +110,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
     same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
@@ -116,6 +122,11 @@ class Session:
     lane: Lane | None = None
     call: int = -1
     last_lease: int = 0
+    tenant: str | None = None
+    kind: str = ""  # its class of consumers
+
+    def __post_init__(self) -> None:
+        self.kind = class_of(self.engine, self.engine_fingerprint, self.profile)
 
 
 class Core:
@@ -127,9 +138,11 @@ class Core:
         self.sessions: dict[str, Session] = {}
         self.fault = ""
         self._grace_s = now_s + limits.lease_s
+        self._resuming = state.frames > 0  # sessions of an earlier life may still come back
+        self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
-        self._fingerprints: dict[str, Fingerprinter] = {}
+        self._contents = Contents()
         self._stepping: set[int] = set()
         self._derive()
 
@@ -158,6 +171,7 @@ class Core:
     def _absorb(self, effects: Effects) -> None:
         self._supply.absorb(effects)
         self._computed.append(effects.computed)
+        self._stepping |= effects.lanes
 
     def _count(self, fact: Fact) -> None:
         counters = self.counters
@@ -170,8 +184,13 @@ class Core:
             counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
+        elif isinstance(fact, Computed):
+            if fact.too_large_for:
+                counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
+        elif isinstance(fact, GivenUp):
+            counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
-            self._fingerprints.pop(fact.submission_id, None)
+            self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
             self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
@@ -243,7 +262,7 @@ class Core:
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
         ordinal = len(record.batches)
-        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_pieces(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -259,29 +278,21 @@ class Core:
                 f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
                 f"{record.rows} and {record.tokens}"
             )
-        running = self._fingerprints.get(submission_id)
-        if running is None or running.tasks != record.rows:
-            running = None if stored is None else Fingerprinter()
-            for batch in stored or ():
-                assert running is not None
-                running.update(batch)
-        if running is None:
+        if not self._contents.prove(header, stored):
             self.counters["closed_unproven"] += 1
-        elif running.hexdigest() != header.fingerprint:
-            raise SubmissionConflict(
-                f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
-                "it stays open; submit the right content under another id (set the salt)"
-            )
         return [SubmissionClosed(submission_id)]
 
-    def remember_content(self, submission_id: str, batch: pa.RecordBatch) -> None:
-        """Carry the fingerprint along, while the batch is in the cache."""
-        record = self.known(submission_id)
-        running = self._fingerprints.get(submission_id)
-        if running is None and record.rows == batch.num_rows:
-            running = self._fingerprints[submission_id] = Fingerprinter()
-        if running is not None and running.tasks + batch.num_rows == record.rows:
-            running.update(batch)
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """Fingerprint of what was taken so far, for one stream to carry on."""
+        record = self.state.by_submission.get(submission_id)
+        return self._contents.of(submission_id, 0 if record is None else record.rows)
+
+    def remember_content(
+        self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
+    ) -> None:
+        """The rows of `batch` were taken, see `Contents.take`."""
+        before = self.known(submission_id).rows - batch.num_rows
+        self._contents.take(submission_id, before, batch, content)
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
@@ -319,8 +330,9 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
+        self._roster.came(name, session.kind, session.engine)
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = np.unique(tasks[known])
+        tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
@@ -380,7 +392,9 @@ class Core:
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        grant = self._supply.grant(name, session.engine, session.lane, budget, consumers)
+        refuser = bit_of(session.kind, self.state.classes)
+        asker = Asker(name, session.engine, refuser, consumers, session.tenant)
+        grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             if self._supply.withheld:
                 session.call = before  # it may be asked again: its rows are on their way
@@ -404,14 +418,14 @@ class Core:
         session = self.attached(name)
         self._extend(session, now_s)
         hold = bool(self.hold_reason)
-        engine = self.state.engines.get(session.engine)
+        refuser = bit_of(session.kind, self.state.classes)
         leases = self.state.session_leases.get(name, ())
         return RenewReply(
             hold=hold,
             retry_after_s=HOLD_RETRY_S if hold else 0.0,
             deadline_us=wall_us + round(self.limits.lease_s * 1e6),
             leased=sum(self.state.leases[at].open for at in leases),
-            ready=0 if engine is None else int(self.state.engine_ready[engine]),
+            ready=self._supply.ready_for(session.engine, refuser),
         )
 
     def forgive(self, seconds: float) -> None:
@@ -423,7 +437,7 @@ class Core:
         session.deadline_s = now_s + self.limits.lease_s
 
     def computed(
-        self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
+        self, name: str, batch: pa.RecordBatch, ipc: Part
     ) -> tuple[list[Fact], ComputedReply]:
         """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
         another session took over meanwhile; a failure of an attempt that is counted already is a duplicate."""
@@ -463,16 +477,37 @@ class Core:
             batch = batch.take(pa.array(taken))
             ipc = to_ipc_part(batch)
         codes = statuses.to_numpy()[taken]
+        verdicts = self._verdicts(tasks[taken], codes)
+        kind = self._pass_on(name, tasks[taken], verdicts, batch) if codes.any() else ""
         output = pc.fill_null(pc.list_value_length(batch.column("output")), 0)
         fact = Computed(
             session=name,
             tasks=tasks[taken],
-            verdicts=self._verdicts(tasks[taken], codes),
+            verdicts=verdicts,
             output_tokens=output.to_numpy().astype(np.int32),
             padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
             ipc=ipc,
+            too_large_for=kind,
         )
         return [fact], reply
+
+    def _pass_on(
+        self,
+        name: str,
+        tasks: Sequences,
+        verdicts: npt.NDArray[np.uint8],
+        batch: pa.RecordBatch,
+    ) -> str:
+        """The class for which some of these tasks were too large and which others may take; else ""."""
+        session = self.sessions.get(name)
+        if session is None:
+            return ""
+        others = self._roster.known(session.engine) - {session.kind}
+        reasons = batch.column("finish_reason")
+        passed = pass_on(
+            self.state, tasks, verdicts, reasons, others=others, anybody=self._resuming
+        )
+        return session.kind if passed else ""
 
     def _verdicts(self, tasks: Sequences, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """ok and refused are final; failed is final with the last attempt."""
@@ -502,6 +537,7 @@ class Core:
         """The session is over: its leases come back, its pulls are forgotten."""
         self.sessions.pop(name, None)
         self._supply.release(name)
+        self._roster.left(name)
         self._computed.release(name)
         held = self._held_by(name)
         return [_returned(name, "session detached", held)] if len(held) else []
@@ -512,6 +548,7 @@ class Core:
         for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
             del self.sessions[session.name]
             self._supply.release(session.name)
+            self._roster.lost(session.name, now_s)
             held = self._held_by(session.name)
             if len(held):
                 reason = f"session {session.name} did not renew its lease"
@@ -521,6 +558,10 @@ class Core:
             doubtful = self.state.in_state(IN_DOUBT)
             reason = "not claimed within the lease time after a restart"
             facts.append(_returned("", reason, doubtful, expired=True))
+        self._resuming = self._resuming and now_s < self._grace_s
+        self._roster.forget(now_s)
+        if self.state.refused and not self._resuming:
+            facts += given_up(self.state, self._roster.known)
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
@@ -610,14 +651,6 @@ class Core:
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()
-
-    def require_backlog_room(self, used: int, mark: int) -> None:
-        if used >= mark:
-            raise Backpressure(
-                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
-                "tasks are taken again when results have landed",
-                retry_after_s=5.0,
-            )
 
     def _sequences(
         self, task_ids: npt.NDArray[np.int64]

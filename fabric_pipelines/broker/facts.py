@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.broker.envelope import Part, as_part, pack, unpack
+from fabric_pipelines.broker.envelope import Part, Piece, as_part, pack, unpack
 from fabric_pipelines.errors import CorruptionFound, SchemaError, UsageError
 from fabric_pipelines.records.submission import Submission
 
@@ -42,6 +42,7 @@ class Kind(IntEnum):
     DROP = 14
     MOVE = 15
     MOVE_COMPUTED = 16
+    GIVE_UP = 17
     UPLOADED = 18
 
 
@@ -54,13 +55,16 @@ class Verdict(IntEnum):
     FAILED = 3  # the last attempt failed: terminal, lands as a dead letter
     RETRY = 4  # an attempt failed, another one is left: ready again
     RETURNED = 5  # came back without an attempt being counted: ready again
+    TOO_LARGE = (
+        6  # for this class of consumers: ready again, in a lane that the others are served from
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SubmissionOpened:
     header: Submission
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"header": self.header.to_json()})
 
 
@@ -77,7 +81,7 @@ class Enqueued:
     ipc: Part
     rule: int = 1  # lanes.RULE of the broker that took it
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {
             "submission_id": self.submission_id,
             "batch": self.batch,
@@ -93,7 +97,7 @@ class Enqueued:
 class SubmissionClosed:
     submission_id: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"submission_id": self.submission_id})
 
 
@@ -107,7 +111,7 @@ class Leased:
     lane: int
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"lease_id": self.lease_id, "session": self.session, "lane": self.lane}
         return pack(head, [as_part(self.tasks)])
 
@@ -120,13 +124,14 @@ class Claimed:
     session: str
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)])
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]."""
+    """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]. `too_large_for`: the consumer class
+    that found some of them too large; empty if there are none."""
 
     session: str
     tasks: Sequences
@@ -134,10 +139,14 @@ class Computed:
     output_tokens: npt.NDArray[np.int32]
     padded_tokens: int
     ipc: Part
+    too_large_for: str = ""
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
+        head: dict[str, Any] = {"session": self.session, "padded_tokens": self.padded_tokens}
+        if self.too_large_for:
+            head["too_large_for"] = self.too_large_for
         return pack(
-            {"session": self.session, "padded_tokens": self.padded_tokens},
+            head,
             [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],
         )
 
@@ -154,9 +163,20 @@ class Returned:
     tasks: Sequences
     verdicts: Bytes8
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Ready tasks that every known class of consumers found too large: they die of the last refusal."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +188,7 @@ class Settled:
     confirmation_kind: str
     proof: Mapping[str, Any]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"confirmation": self.confirmation_kind, "proof": dict(self.proof)}
         return pack(head, [as_part(self.tasks)])
 
@@ -179,7 +199,7 @@ class Started:
 
     version: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"version": self.version})
 
 
@@ -191,7 +211,7 @@ class CheckpointTaken:
     digest: str
     size: int
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lsn": self.lsn, "digest": self.digest, "size": self.size})
 
 
@@ -204,7 +224,7 @@ class Dropped:
     base: int
     digest: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"below": self.below, "base": self.base, "digest": self.digest})
 
 
@@ -219,7 +239,7 @@ class Uploaded:
     size: int
     crc32c: int
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack(
             {
                 "epoch": self.epoch,
@@ -240,7 +260,7 @@ class Moved:
     batches: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(runs_of(self.tasks)), as_part(self.batches), self.ipc])
 
 
@@ -251,7 +271,7 @@ class MovedComputed:
     tasks: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.tasks), self.ipc])
 
 
@@ -277,7 +297,7 @@ class LanesStepped:
 
     steps: npt.NDArray[np.int64]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.steps)])
 
 
@@ -289,6 +309,7 @@ Fact = (
     | Claimed
     | Computed
     | Returned
+    | GivenUp
     | Settled
     | Started
     | LanesStepped
@@ -376,6 +397,7 @@ _KINDS: Mapping[type, Kind] = {
     Dropped: Kind.DROP,
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
+    GivenUp: Kind.GIVE_UP,
     Uploaded: Kind.UPLOADED,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
@@ -397,5 +419,6 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
         numbers_of(_sequences(parts[0]).reshape(-1, 2)), _sequences(parts[1]), parts[2]
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
+    Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
     Kind.UPLOADED: lambda head, _: Uploaded(**head),
 }

@@ -8,7 +8,7 @@ only. Derived structures (lane orders, the queue of computed tasks) are left out
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from fabric_pipelines.records.submission import Submission
 
 Column = npt.NDArray[Any]
 
-WRITTEN_ONCE = frozenset({"lane", "submission", "prompt", "new", "key"})
+WRITTEN_ONCE = frozenset({"submission", "prompt", "new", "key"})
 SPARE_ROWS = 1024
 
 
@@ -75,8 +75,11 @@ def take(state: State) -> Snapshot:
 
 
 def _head(state: State) -> bytes:
+    # what is empty in nearly every journal is left out, as it was before it existed
+    rare = {"classes": list(state.classes)}
     return canonical_json(
-        {
+        {name: value for name, value in rare.items() if value}
+        | {
             "incarnation": state.incarnation,
             "count": state.index.count,
             "frames": state.frames,
@@ -89,7 +92,7 @@ def _head(state: State) -> bytes:
             "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
             "lanes": [
                 {
-                    "key": asdict(lane.key),
+                    "key": lane.key.as_json(),
                     "sampling": lane.sampling,
                     "generation": lane.generation,
                     "step": int(lane.step),
@@ -129,10 +132,11 @@ def restore(snapshot: Snapshot) -> State:
     state.engines = {name: at for at, name in enumerate(head["engines"])}
     state.cold = {fact[0]: Uploaded(*fact) for fact in head.get("cold", ())}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
+    state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
-        state.lanes.append(
+        state.add_lane(
             Lane(
                 at,
                 key,

@@ -47,8 +47,9 @@ def needed(state: State, *, pin_open: bool = True) -> Needed:
     index = state.index
     states = index.state[: index.count]
     done = index.done[: index.count]
-    reported = (states == COMPUTED) & (done >= 0)
-    tasks = ~(reported | (states == RETIRED) | (states == DEAD))
+    settled = (states == RETIRED) | (states == DEAD)
+    kept = (done >= 0) & ~settled  # also the refusal of a task that waits for a larger class
+    tasks = ~((kept & (states == COMPUTED)) | settled)
     if pin_open:
         for record in state.submissions:
             if not record.closed:
@@ -57,7 +58,7 @@ def needed(state: State, *, pin_open: bool = True) -> Needed:
     base = index.base.view
     batch_rows = np.add.reduceat(tasks, base, dtype=np.int64) if len(base) else base
     all_rows = np.diff(base, append=index.count)
-    outcomes = np.flatnonzero(reported)
+    outcomes = np.flatnonzero(kept)
     frames = index.done_frames.count
     parts = [
         _by_lsn(index.frames.view, batch_rows, all_rows),

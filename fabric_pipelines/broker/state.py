@@ -7,8 +7,10 @@ queue of computed tasks) need to know. A replay drops them and derives those str
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from fabric_pipelines.broker.accounts import (
     add_sums,
     distinct,
     has_repeats,
+    only,
     recount,
 )
 from fabric_pipelines.broker.facts import (
@@ -36,6 +39,7 @@ from fabric_pipelines.broker.facts import (
     Dropped,
     Enqueued,
     Fact,
+    GivenUp,
     LanesStepped,
     Leased,
     Moved,
@@ -54,13 +58,23 @@ from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
-from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
 NOTHING: Sequences = np.zeros(0, np.int64)
+PLAIN = (
+    "sessions",
+    "reasons",
+    "next_lease",
+    "frames",
+    "engines",
+    "computed_padded_tokens",
+    "classes",
+    "cold",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +117,13 @@ class OpenLease:
 @dataclass(slots=True)
 class Effects:
     """runs: (lane, keys, tasks), sorted by key, that became ready. pieces: tasks of one lease and lane that
-    came back and go out again first, each by itself. computed: tasks that now wait to be pulled."""
+    came back and go out again first, each by itself. computed: tasks that now wait to be pulled. lanes: whose
+    account changed in number of tasks, so that a step of theirs may be due."""
 
     runs: list[tuple[int, npt.NDArray[np.uint64], Sequences]] = field(default_factory=list)
     pieces: list[tuple[int, Sequences]] = field(default_factory=list)
     computed: Sequences = field(default_factory=lambda: NOTHING)
+    lanes: set[int] = field(default_factory=set)
 
 
 class State:
@@ -116,6 +132,7 @@ class State:
         self.index = TaskIndex()
         self.accounts = Accounts()
         self.lanes: list[Lane] = []
+        self.refused: list[Lane] = []  # those with a `refused_by`
         self.submissions: list[SubmissionRecord] = []
         self.by_submission: dict[str, SubmissionRecord] = {}
         self.submission_tasks = np.zeros((STATES + 1, 16), np.int64)
@@ -133,6 +150,9 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.classes: dict[
+            str, int
+        ] = {}  # of consumers, that found a task too large; numbers of `refused_by`
 
     # -- applying facts
 
@@ -152,6 +172,8 @@ class State:
             self._returned(fact, effects)
         elif isinstance(fact, Claimed):
             self._lease(fact.lease_id, fact.session, fact.tasks, (READY, IN_DOUBT))
+        elif isinstance(fact, GivenUp):
+            self._given_up(fact, effects)
         elif isinstance(fact, SubmissionOpened):
             self._opened(fact)
         elif isinstance(fact, SubmissionClosed):
@@ -191,7 +213,7 @@ class State:
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
         record = self.by_submission[fact.submission_id]
-        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc), fact.rule)
+        columns = columns or BatchColumns.of(record.header, read_ipc(whole(fact.ipc)), fact.rule)
         if fact.base != self.index.count or len(columns.prompt) != fact.rows:
             raise BalanceBroken(
                 f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "
@@ -229,7 +251,18 @@ class State:
 
     def _feed(self, record: SubmissionRecord, shape: int) -> int:
         """The lane of `shape` for this submission, opened (again) if need be."""
-        key = key_of(record.header, shape)
+        lane = self._lane_at(key_of(record.header, shape), record.header.sampling)
+        lane.producers.add(record.index)
+        record.lanes.add(lane.index)
+        return lane.index
+
+    def add_lane(self, lane: Lane) -> None:
+        self.lanes.append(lane)
+        if lane.key.refused_by:
+            self.refused.append(lane)
+
+    def _lane_at(self, key: LaneKey, sampling: Mapping[str, Any]) -> Lane:
+        """The lane of this key, about to be fed."""
         at = self.lane_of.get(key)
         if at is None:
             at = self.lane_of[key] = len(self.lanes)
@@ -237,15 +270,13 @@ class State:
             if engine == len(self.engine_ready):
                 self.engine_ready = np.pad(self.engine_ready, (0, engine))
             self.lane_engine.append(engine)
-            self.lanes.append(Lane(at, key, dict(record.header.sampling), self.accounts))
+            self.add_lane(Lane(at, key, dict(sampling), self.accounts))
             self.accounts.grow(len(self.lanes))
         lane = self.lanes[at]
         if lane.step is Step.RETIRED:
             lane.generation += 1
         lane.step = Step.ACTIVE
-        lane.producers.add(record.index)
-        record.lanes.add(at)
-        return at
+        return lane
 
     def _lease(
         self, lease_id: int, session: str, tasks: Sequences, allowed: tuple[int, ...]
@@ -261,8 +292,9 @@ class State:
         frame = self.index.done_frames.count
         self.index.done_frames.append(lsn)
         self.computed_padded_tokens += fact.padded_tokens
+        large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
-        rows = np.flatnonzero(~again)
+        rows = np.flatnonzero(~(again | large))
         back, done = fact.tasks[again], fact.tasks[rows]
         self._end_lease(fact.tasks)
         self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
@@ -275,6 +307,44 @@ class State:
             self._move(back, (LEASED, IN_DOUBT), READY, "COMPUTED")
             self.index.attempts[back] += 1
             effects.runs += self.runs_of(back)
+        if fact.too_large_for:
+            self._too_large(fact.too_large_for, fact.tasks[large], frame, large, effects)
+
+    def _too_large(
+        self,
+        kind: str,
+        tasks: Sequences,
+        frame: int,
+        large: npt.NDArray[np.bool_],
+        effects: Effects,
+    ) -> None:
+        """Ready again, in the lane that this class is not served from. The refusal is kept as the outcome that
+        the task dies of should nobody be left."""
+        bit = 1 << self.classes.setdefault(kind, len(self.classes))
+        index = self.index
+        self._move(tasks, (LEASED, IN_DOUBT), READY, "COMPUTED")
+        index.done[tasks], index.done_row[tasks] = frame, np.flatnonzero(large)
+        for at in distinct(index.lane[tasks]).tolist():
+            old = self.lanes[at]
+            mine = tasks[index.lane[tasks] == at]
+            key = replace(old.key, refused_by=old.key.refused_by | bit)
+            self._change_lane(mine, old, self._lane_at(key, old.sampling), effects)
+        effects.runs += self.runs_of(tasks)
+
+    def _change_lane(self, tasks: Sequences, old: Lane, new: Lane, effects: Effects) -> None:
+        """Ready tasks of one lane belong to another one; both go on as long as they have tasks."""
+        index = self.index
+        prompt = index.prompt[tasks].astype(np.int64)
+        self.accounts.transfer(index.lane[tasks], self.task_ids(tasks), prompt, READY, new.index)
+        index.lane[tasks] = new.index
+        effects.lanes |= {old.index, new.index}
+        self._require_balance(np.array([old.index, new.index], np.int32))
+
+    def _given_up(self, fact: GivenUp, effects: Effects) -> None:
+        tasks = fact.tasks
+        self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
+        self.index.verdict[tasks] = Verdict.REFUSED
+        effects.computed = tasks
 
     def _returned(self, fact: Returned, effects: Effects) -> None:
         tasks, verdicts = fact.tasks, fact.verdicts
@@ -284,6 +354,9 @@ class State:
         dead = verdicts == Verdict.FAILED
         self._move(tasks[dead], (LEASED, IN_DOUBT), COMPUTED, "EXPIRE or NACK")
         self.index.verdict[tasks[dead]] = Verdict.FAILED
+        self.index.done[
+            tasks[dead]
+        ] = -1  # what a class refused it for earlier is not what it died of
         code = "LeaseExpired" if fact.expired else "GivenBack"
         self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
@@ -353,8 +426,9 @@ class State:
 
     def _moved_computed(self, fact: MovedComputed, lsn: int) -> None:
         index, tasks = self.index, fact.tasks
-        if (index.state[tasks] != COMPUTED).any():
-            raise BalanceBroken("a MOVE_COMPUTED fact names a task that is not computed")
+        settled = (index.state[tasks] == RETIRED) | (index.state[tasks] == DEAD)
+        if settled.any() or (index.done[tasks] < 0).any():
+            raise BalanceBroken("a MOVE_COMPUTED fact names a task without an outcome to land")
         index.done[tasks] = index.done_frames.count
         index.done_row[tasks] = np.arange(len(tasks))
         index.done_frames.append(lsn)
@@ -379,30 +453,50 @@ class State:
             mine = tasks if len(sources) == 1 else tasks[states == source]
             self._move_uniform(mine, source, target)
         index.state[tasks] = target
-        self._require_balance(index.lane[tasks])
 
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
-        lanes, records = index.lane[tasks], index.submission[tasks]
-        prompt = index.prompt[tasks].astype(np.int64)
-        self.accounts.move(lanes, self.task_ids(tasks), prompt, source, target)
-        add_counts(self.submission_tasks[source + 1], records, -1)
-        add_counts(self.submission_tasks[target + 1], records, 1)
+        lanes, counts, *_ = self.accounts.move(
+            index.lane[tasks], self.task_ids(tasks), index.prompt[tasks], source, target
+        )
+        records = index.submission[tasks]
+        one = only(records)
+        for row, change in ((source + 1, -1), (target + 1, 1)):
+            if one is None:
+                add_counts(self.submission_tasks[row], records, change)
+            else:
+                self.submission_tasks[row, one] += change * len(tasks)
         if READY in (source, target):
-            change = 1 if target == READY else -1
-            add_counts(self.engine_ready, self.lane_engine.view[lanes], change)
+            sign, engines = (1 if target == READY else -1), self.lane_engine.view[lanes]
+            if isinstance(lanes, int):
+                self.engine_ready[engines] += sign * len(tasks)
+            else:
+                np.add.at(self.engine_ready, engines, sign * counts)
+        self._require_balance(lanes)
 
-    def _require_balance(self, lanes: npt.NDArray[np.int32]) -> None:
+    def _require_balance(self, lanes: npt.NDArray[np.int32] | int) -> None:
         for at in self.accounts.unbalanced(lanes):
-            self.accounts.ledger(int(at)).require_balanced(f"lane {self.lanes[int(at)].name}")
+            self.accounts.ledger(at).require_balanced(f"lane {self.lanes[at].name}")
 
     # -- questions
 
     def task_ids(self, tasks: Sequences) -> Sequences:
         return tasks + np.int64(self.incarnation << SEQUENCE_BITS)
 
+    def refused_lanes(self, engine: str) -> list[Lane]:
+        """Lanes of tasks that some class of the engine's consumers found too large."""
+        return [lane for lane in self.refused if lane.key.engine == engine]
+
     def in_state(self, state: int) -> Sequences:
         return np.flatnonzero(self.index.state[: self.index.count] == state)
+
+    def of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
+        """Those of `tasks` that this tenant may know of; all of them for None."""
+        if tenant is None:
+            return tasks
+        lanes = self.index.lane[tasks]
+        its = [at for at in distinct(lanes).tolist() if self.lanes[at].key.tenant == tenant]
+        return tasks[np.isin(lanes, its)]
 
     def total(self) -> Ledger:
         return self.accounts.total()
@@ -424,16 +518,7 @@ class State:
         found = self.index.differences(other.index)
         names = [lane.name for lane in max(self.lanes, other.lanes, key=len)]
         found += self.accounts.differences(other.accounts, names)
-        plain = (
-            "sessions",
-            "reasons",
-            "next_lease",
-            "frames",
-            "engines",
-            "computed_padded_tokens",
-            "cold",
-        )
-        for what in plain:
+        for what in PLAIN:
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 found.append(f"{what} are {mine}, the log gives {theirs}")

@@ -41,6 +41,18 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Asker:
+    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one.
+    tenant: the one it serves, None for all."""
+
+    name: str
+    engine: str
+    refuser: int
+    consumers: int
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _View:
     """The next `seen` of a lane's order, of which those `at` these places are ready."""
 
@@ -93,21 +105,32 @@ class Supply:
     def _offer(self, lane: Lane) -> None:
         self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
-    def grant(
-        self, who: str, engine: str, current: Lane | None, budget: Budget, consumers: int
-    ) -> Grant | None:
-        """The next lease of session `who`, which was last served from `current`; its tasks leave the order.
-        None when nothing is ready for the engine."""
-        queue, number = self._queues.get(engine), self._state.engines.get(engine)
-        if queue is None or number is None:
-            return None
+    def ready_for(self, engine: str, refuser: int) -> int:
+        """Ready tasks of the engine, less those that this class of consumers refused."""
+        number = self._state.engines.get(engine)
+        if number is None:
+            return 0
         ready = int(self._state.engine_ready[number])
-        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
+        if refuser:
+            for lane in self._state.refused_lanes(engine):
+                ready -= lane.ready if lane.key.refused_by & refuser else 0
+        return ready
+
+    def grant(self, asker: Asker, current: Lane | None, budget: Budget) -> Grant | None:
+        """The next lease of a session, which was last served from `current`; its tasks leave the order.
+        None when nothing is ready for it."""
+        queue = self._queues.get(asker.engine)
+        if queue is None:
+            return None
+        ready = self.ready_for(asker.engine, asker.refuser)
+        fair = Budget(
+            guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
+        )
         try:
             self.withheld = []
-            while (lane := queue.choose(current, fair)) is not None:
+            while lane := queue.choose(current, fair, asker.refuser, asker.tenant):
                 try:
-                    return self._grant_from(lane, queue, who, current, budget, fair, consumers)
+                    return self._grant_from(lane, queue, asker, current, budget, fair)
                 except _RowsAway:
                     lane.away = True
                     self.withheld.append(lane)
@@ -121,17 +144,16 @@ class Supply:
         self,
         lane: Lane,
         queue: LaneQueue,
-        who: str,
+        asker: Asker,
         current: Lane | None,
         budget: Budget,
         fair: Budget,
-        consumers: int,
     ) -> Grant:
         if current is not None and current is not lane:
-            current.order.release(who)
+            current.order.release(asker.name)
         if not lane.key.length:
-            self._arrange(lane, budget.sequences, consumers)
-        grant = self._cut(queue, lane, fair, who)
+            self._arrange(lane, budget.sequences, asker.consumers)
+        grant = self._cut(queue, lane, fair, asker.name)
         lengths = self._state.index.prompt[grant.tasks]
         queue.charge(lane.key.tenant, int(lengths.sum()))
         return grant

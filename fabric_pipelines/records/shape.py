@@ -13,7 +13,7 @@ shape must not tear a prefix group apart and only the output class counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,22 @@ KIND_OF_FUNCTION = {"generate": "generate", "embed": "embed", "hidden_states": "
 @dataclass(frozen=True, slots=True, order=True)
 class LaneKey:
     """Key of a lane. `length` is the aligned prompt length for single-pass work and 0 for generation;
-    `output_class` is the power of two at or above max_new_tokens, 0 for single-pass work."""
+    `output_class` is the power of two at or above max_new_tokens, 0 for single-pass work. `refused_by` is the set
+    of consumer classes (bits by their number in the journal) that found the lane's tasks too large."""
 
     tenant: str
     engine: str
     sampling: str  # first 16 hex digits of the digest of the sampling
     length: int
     output_class: int
+    refused_by: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Without `refused_by` where nobody refused, which is nearly always."""
+        values = asdict(self)
+        if not self.refused_by:
+            del values["refused_by"]
+        return values
 
 
 def sampling_kind(sampling: Mapping[str, Any]) -> str:

@@ -277,6 +277,10 @@ class CrashState:
     image: Image
 
 
+def folder_of(entry: EntryOp) -> Path:
+    return (entry.target if isinstance(entry, Rename) else entry.path).parent
+
+
 @dataclass(slots=True)
 class _Platter:
     """What is certain, and what is still under way."""
@@ -295,8 +299,9 @@ class _Platter:
             self.entries.append(op)
         elif isinstance(op, SyncFolder):
             for entry in self.entries:
-                self.certain.apply_entry(entry)
-            self.entries = []
+                if folder_of(entry) == op.folder:
+                    self.certain.apply_entry(entry)
+            self.entries = [entry for entry in self.entries if folder_of(entry) != op.folder]
         else:
             if isinstance(op, Sync):
                 for content in self.contents:

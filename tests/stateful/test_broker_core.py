@@ -29,11 +29,22 @@ from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.ids import sequence_of, task_id
 from fabric_pipelines.ledger import Amount
 from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.sim_disk import SimDisk
-from tests.support_broker import EMBED, GENERATE, Bench, ids_of, submission_of, tasks_of
+from tests.support_broker import (
+    EMBED,
+    GENERATE,
+    LARGE,
+    PROFILE,
+    Bench,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
 from tests.support_broker_disk import DiskBench
 
 SESSIONS = ("w1", "w2", "w3")
+CLASS_OF = {"w1": PROFILE, "w2": PROFILE, "w3": LARGE}
 ATTEMPTS_MAX = 2
 LEASE_S = 10.0
 
@@ -45,6 +56,7 @@ class TwinTask:
     attempts: int = 0
     holder: str = ""
     good: bool = False
+    refused: frozenset[Profile] = frozenset()  # classes that found it too large
 
 
 @dataclass
@@ -81,8 +93,12 @@ class BrokerMachine(RuleBasedStateMachine):
         self.incarnation = self.bench.owner.core.state.incarnation
         self.twin = Twin()
         self.attached: dict[str, float] = {}
+        self.lost: dict[Profile, float] = {}  # classes that may come back, until when
         self.grace_s = 0.0
         self.commit()
+
+    def known(self) -> set[Profile]:
+        return {CLASS_OF[name] for name in self.attached} | set(self.lost)
 
     def commit(self) -> None:
         self.bench.owner.commit()
@@ -119,7 +135,8 @@ class BrokerMachine(RuleBasedStateMachine):
         named = held[:: keep + 1] if keep < 3 else []
         if self.twin.tasks:
             named = [*named, data.draw(st.sampled_from(sorted(self.twin.tasks)))]
-        reply = self.bench.attach(name, held=named)
+        reply = self.bench.attach(name, held=named, profile=CLASS_OF[name])
+        self.lost.pop(CLASS_OF[name], None)
         expected = []
         for at in sorted(set(named)):
             task = self.twin.tasks[at]
@@ -147,7 +164,8 @@ class BrokerMachine(RuleBasedStateMachine):
         lease = self.bench.lease(name, Budget(sequences, tokens, None))
         self.attached[name] = self.bench.time.seconds + LEASE_S
         if lease is None:
-            assert self.twin.ids("ready") == []
+            ready = [self.twin.tasks[at] for at in self.twin.ids("ready")]
+            assert all(CLASS_OF[name] in task.refused for task in ready)
             return multiple()
         ids = ids_of(lease)
         rows = lease.tasks.to_pylist()
@@ -157,6 +175,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for row in rows:
             task = self.twin.tasks[row["task_id"]]
             assert task.state == "ready"
+            assert CLASS_OF[name] not in task.refused
             assert (tuple(row["tokens"]), row["attempts"]) == (task.tokens, task.attempts)
             task.state, task.holder = "leased", name
         if durable:
@@ -165,7 +184,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(
         lease=leases,
-        status=st.sampled_from(["ok", "ok", "refused", "failed"]),
+        status=st.sampled_from(["ok", "ok", "refused", "failed", "oversized"]),
         reporter=st.sampled_from(["holder", *SESSIONS]),
     )
     def report(self, lease: tuple[str, list[int]], status: str, reporter: str) -> None:
@@ -188,6 +207,10 @@ class BrokerMachine(RuleBasedStateMachine):
             if status == "failed":
                 task.attempts += 1
             retry = status == "failed" and task.attempts < ATTEMPTS_MAX
+            if status == "oversized" and name in self.attached:
+                mine = {CLASS_OF[name]}
+                retry = self.grace_s > 0 or bool(self.known() - mine - task.refused)
+                task.refused |= mine if retry else set()
             task.state = "ready" if retry else "computed"
             task.good = status == "ok"
         assert reply.accepted == taken
@@ -249,16 +272,25 @@ class BrokerMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.bench.time.seconds += seconds
         now = self.bench.time.seconds
+        waiting = self.twin.ids("ready")
         sizes = {k: v.open for k, v in self.bench.owner.core.state.leases.items()}
         for name in [n for n, deadline in self.attached.items() if deadline < now]:
             del self.attached[name]
+            if CLASS_OF[name] not in {CLASS_OF[other] for other in self.attached}:
+                self.lost[CLASS_OF[name]] = now + 4 * LEASE_S
             held = {at: self.lease_of(at) for at in self.twin.ids("leased", name)}
             for at, lease_id in held.items():
                 alone = sizes[lease_id] == 1 and lease_id == min(held.values())
                 self.come_back(at, blame=alone)
         if now >= self.grace_s:
+            self.grace_s = 0.0
             for at in self.twin.ids("in_doubt"):
                 self.twin.tasks[at].state = "ready"
+        self.lost = {kind: until for kind, until in self.lost.items() if until > now}
+        for at in [] if self.grace_s else waiting:
+            task = self.twin.tasks[at]
+            if task.refused and self.known() and self.known() <= task.refused:
+                task.state = "computed"
         self.bench.owner.tick()
         self.commit()
 
@@ -268,8 +300,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.twin = copy.deepcopy(self.committed)
         for at in self.twin.ids("leased"):
             self.twin.tasks[at].state = "in_doubt"
-        self.attached = {}
-        self.grace_s = self.bench.time.seconds + LEASE_S
+        self.attached, self.lost = {}, {}
+        lived = self.bench.owner.core.state.frames > 0
+        self.grace_s = self.bench.time.seconds + LEASE_S if lived else 0.0
         self.commit()
 
     # -- what must hold

@@ -1,0 +1,58 @@
+"""Refusals: what becomes of a task that a runtime found too large. Pure questions to the state.
+
+Only the words "oversized" are a matter of class: a prompt with a token outside the vocabulary is refused by all
+alike and dies at once. What is passed on moves to a lane that the refusing class is not served from, in O(1), and
+waits there for another one; it dies of its last refusal when none is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fabric_pipelines.broker.accounts import READY, distinct
+from fabric_pipelines.broker.classes import is_open
+from fabric_pipelines.broker.facts import GivenUp, Verdict
+from fabric_pipelines.broker.state import State
+
+Sequences = npt.NDArray[np.int64]
+OVERSIZED = "oversized"
+
+
+def pass_on(
+    state: State,
+    tasks: Sequences,
+    verdicts: npt.NDArray[np.uint8],
+    finish_reasons: pa.Array,
+    *,
+    others: Iterable[str],
+    anybody: bool,
+) -> bool:
+    """REFUSED becomes TOO_LARGE in `verdicts` where one of the `others` (classes) may still take the task, or
+    `anybody` might (it is not yet known who is there). Whether any did."""
+    refused = np.flatnonzero(verdicts == Verdict.REFUSED)
+    if not len(refused):
+        return False
+    reasons = finish_reasons.take(pa.array(refused))
+    large = refused[pc.equal(reasons, OVERSIZED).to_numpy(zero_copy_only=False)]
+    lanes = state.index.lane[tasks[large]]
+    for at in distinct(lanes).tolist():
+        if anybody or is_open(state.lanes[at].key.refused_by, others, state.classes):
+            verdicts[large[lanes == at]] = Verdict.TOO_LARGE
+    return bool((verdicts == Verdict.TOO_LARGE).any())
+
+
+def given_up(state: State, known: Callable[[str], set[str]]) -> list[GivenUp]:
+    """What every class that is `known` for its engine found too large. Nobody known: it waits."""
+    facts = []
+    for lane in state.refused:
+        classes = known(lane.key.engine) if lane.ready else set()
+        if classes and not is_open(lane.key.refused_by, classes, state.classes):
+            ready = state.in_state(READY)
+            mine = ready[state.index.lane[ready] == lane.index]
+            facts.append(GivenUp("no class of consumers is left for it", mine))
+    return facts
