@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -115,7 +115,7 @@ def _group(name: str, text: str) -> typer.Typer:
     return group
 
 
-models_app = _group("models", "Model files: pull and list.")
+models_app = _group("models", "Model files: pull, list, verify, prune.")
 db_app = _group("db", "The database that results land in.")
 config_app = _group("config", "Settings, and where each came from.")
 broker_app = _group("broker", "The broker and its journal.")
@@ -466,6 +466,55 @@ def models_list(ctx: typer.Context, as_json: Json = False) -> None:
         for row in rows
     ]
     _emit({"cache": cache, "models": rows}, as_json, shown={"cache": cache, "models": shown})
+
+
+@models_app.command("verify")
+def models_verify(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Only this model; else all pulled.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hash every file in the cache again; one line a model, exit code 3 if one differs."""
+    from fabric_pipelines import models
+
+    cache = _settings(ctx).models
+    found = [models.verify(one, cache) for one in ([name] if name else models.pulled(cache))]
+    rows = [{**plain(item), "ok": not item.differences} for item in found]
+    lines = {item.name: _verified_line(item.files, item.size, item.differences) for item in found}
+    differences = [line for item in found for line in item.differences]
+    shown = lines or {"models": "none is pulled"}
+    _emit(
+        {"ok": not differences, "cache": cache, "models": rows},
+        as_json,
+        shown={**shown, "differences": differences} if differences else shown,
+    )
+    _require(
+        not differences,
+        f"{len(differences)} files of the model cache differ: delete their folders and run `fabric models pull`",
+    )
+
+
+def _verified_line(files: int, size: int, differences: Sequence[str]) -> str:
+    verdict = f"{len(differences)} DIFFER" if differences else "as pulled"
+    return f"{files} files, {_size(size)}, {verdict}"
+
+
+@models_app.command("prune")
+def models_prune(
+    ctx: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete, after asking, what the installed runtimes would not open; other environments may."""
+    from fabric_pipelines import models
+
+    cache = _settings(ctx).models
+    found = models.outdated(cache)
+    for row in found:
+        sys.stderr.write(f"{_size(row.size):>10}  {row.folder}\n")
+    if found and not yes and not typer.confirm("Delete all of it?", err=True):
+        raise Interrupted("nothing was deleted")
+    _emit({"removed": [row.folder for row in found], "bytes": models.prune(found)}, as_json)
 
 
 # ---- database
