@@ -485,6 +485,14 @@ class State:
     def in_state(self, state: int) -> Sequences:
         return np.flatnonzero(self.index.state[: self.index.count] == state)
 
+    def of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
+        """Those of `tasks` that this tenant may know of; all of them for None."""
+        if tenant is None:
+            return tasks
+        lanes = self.index.lane[tasks]
+        its = [at for at in distinct(lanes).tolist() if self.lanes[at].key.tenant == tenant]
+        return tasks[np.isin(lanes, its)]
+
     def total(self) -> Ledger:
         return self.accounts.total()
 
