@@ -62,6 +62,9 @@ class Settings:
     )
     lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
     attempts_max: int = _setting(3, "failed attempts after which a task is dead")
+    metrics_port: int = _setting(
+        0, "loopback port of the broker's Prometheus counters; 0: none are served"
+    )
     ui_host: str = _setting(
         "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise"
     )
