@@ -263,6 +263,7 @@ def submit(
 
     prompts = read_prompts(file)
     work = Fabric(_settings(ctx)).submit(
+        on_wait=lambda line: typer.echo(line, err=True),
         function=function,
         engine=engine,
         sampling=_json_option("--sampling", sampling),

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.flight as flight
 
+from fabric_pipelines.broker.credits import Credits, require_size
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.owner import Owner, TaskUpload
@@ -66,10 +67,18 @@ Reply = tuple[dict[str, Any], tuple[Part, ...]]
 
 
 class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no types
-    def __init__(self, endpoint: str, desk: Desk, credentials: Credentials | None = None) -> None:
-        """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk."""
+    def __init__(
+        self,
+        endpoint: str,
+        desk: Desk,
+        credentials: Credentials | None = None,
+        credits_: Credits | None = None,
+    ) -> None:
+        """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk,
+        and the credits for what is on its way to it."""
         require_strong_ciphers()  # also of a plain one: gRPC reads the list once in a process
         self._desk = desk
+        self._credits = Credits() if credits_ is None else credits_
         self._secured = credentials is not None
         self._actions: dict[str, Callable[[Head, list[memoryview], Identity], Reply]] = {
             "hello": self._hello,
@@ -313,7 +322,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             for upload in _uploads(header, reader, content):
                 if acknowledger.fault:
                     break
-                answers.put(self._desk.ask(_enqueue(upload), Rank.ENQUEUE))
+                answers.put(self._enqueue(upload, header.tenant))
         finally:
             answers.put(None)
             acknowledger.join()
@@ -327,6 +336,14 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE
         ).result()
         self._answer(writer, closed)
+
+    def _enqueue(self, upload: TaskUpload, tenant: str) -> Future[SubmissionState]:
+        """Its memory is on the tenant's account until it is durable, or refused."""
+        size = upload.batch.get_total_buffer_size()
+        self._credits.take(tenant, size)
+        answer = self._desk.ask(_enqueue(upload), Rank.ENQUEUE)
+        answer.add_done_callback(lambda _: self._credits.give(tenant, size))
+        return answer
 
     def _answer(self, writer: Any, state: SubmissionState) -> None:
         _send(writer, {**as_json(state), ACKNOWLEDGED: self._desk.acknowledged})
@@ -385,6 +402,7 @@ def _uploads(
         if first_row < 0:
             raise UsageError(f"a task batch cannot begin at row {first_row}")
         batch = chunk.data
+        require_size(batch.get_total_buffer_size())
         require_task_batch(batch, vocab_size=header.vocab_size)
         if column_checksums(batch) != sums:
             raise SchemaError(
