@@ -31,7 +31,6 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
     only,
-    recount,
 )
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -54,6 +53,7 @@ from fabric_pipelines.broker.index import Growing, TaskIndex
 from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
 from fabric_pipelines.broker.order import PrefixOrder
 from fabric_pipelines.broker.prefix import prefix_keys
+from fabric_pipelines.broker.recount import Recounter
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
@@ -129,6 +129,7 @@ class State:
         self.incarnation = incarnation
         self.index = TaskIndex()
         self.accounts = Accounts()
+        self.recounter = Recounter(incarnation << SEQUENCE_BITS)
         self.lanes: list[Lane] = []
         self.refused: list[Lane] = []  # those with a `refused_by`
         self.submissions: list[SubmissionRecord] = []
@@ -498,14 +499,7 @@ class State:
 
     def audit(self) -> list[str]:
         """Differences between the accounts and a recount over the state of every task."""
-        count, index = self.index.count, self.index
-        fresh = recount(
-            index.state[:count],
-            index.lane[:count],
-            index.prompt[:count].astype(np.int64),
-            self.task_ids(np.arange(count, dtype=np.int64)),
-            len(self.lanes),
-        )
+        fresh = self.recounter.recount(self.index, len(self.lanes))
         return self.accounts.differences(fresh, [lane.name for lane in self.lanes])
 
     def differences(self, other: State) -> list[str]:
