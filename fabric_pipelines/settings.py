@@ -37,12 +37,25 @@ class Settings:
     pg_url: str = _setting("", "a Postgres server (>= 15); empty: the embedded one under home")
     lake: str = _setting("", "folder or s3:// URL for artifacts; empty: <home>/lake")
     broker_url: str = _setting("", "Arrow Flight endpoint; empty: a Unix socket of this home")
+    broker_listen: str = _setting(
+        "",
+        "grpc+tls://address:port where the broker serves other machines too; empty: this one only",
+    )
+    tls_ca: str = _setting("", "PEM file of the private CA that both sides' certificates come from")
+    tls_cert: str = _setting("", "PEM certificate chain of this machine, towards the other side")
+    tls_key: str = _setting("", "PEM private key of tls_cert")
     models: Path = _setting(
         Path("~/.cache/fabric-pipelines/models"), "model cache, shared by all homes"
     )
     tenant: str = _setting("default", "owner of what is submitted")
     segment_bytes: int = _setting(256 << 20, "size of one journal segment")
     journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    tenant_high_water_bytes: int = _setting(
+        0, "bytes of one tenant's unfinished tasks above which it is refused new ones; 0: no share"
+    )
+    room_wait_s: int = _setting(
+        600, "seconds that a submission waits for a broker that is full or away"
+    )
     checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
@@ -58,6 +71,9 @@ class Settings:
     )
     lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
     attempts_max: int = _setting(3, "failed attempts after which a task is dead")
+    metrics_port: int = _setting(
+        0, "loopback port of the broker's Prometheus counters; 0: none are served"
+    )
     ui_host: str = _setting(
         "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise"
     )
@@ -172,6 +188,9 @@ def load(
         origin[name] = where
     for name in ("home", "models"):
         values[name] = _absolute(name, folder, values[name])
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if values[name]:
+            values[name] = str(_absolute(name, folder, Path(values[name])))
     return Settings(**values, origin=origin)
 
 

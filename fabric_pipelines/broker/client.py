@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -22,6 +22,8 @@ import pyarrow.flight as flight
 
 from fabric_pipelines.broker.callsocket import CallConnection
 from fabric_pipelines.broker.envelope import Part, as_part
+from fabric_pipelines.broker.patience import Patience
+from fabric_pipelines.broker.pieces import Pieces
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -37,15 +39,21 @@ from fabric_pipelines.broker.replies import (
     broker_status,
     scrub_report,
 )
-from fabric_pipelines.broker.wire import (
+from fabric_pipelines.broker.transport import (
+    Credentials,
     call_path,
+    credentials_for,
+    require_reachable,
+    require_strong_ciphers,
+)
+from fabric_pipelines.broker.wire import (
     from_flight_error,
     message,
     raise_error,
     read_message,
-    require_local,
 )
 from fabric_pipelines.errors import (
+    Backpressure,
     BrokerUnavailable,
     FabricError,
     SchemaError,
@@ -59,6 +67,7 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
+from fabric_pipelines.settings import Settings
 
 __all__ = [
     "AttachReply",
@@ -73,7 +82,6 @@ __all__ = [
 ]
 
 UPLOADS_OUTSTANDING = 4
-UPLOAD_BYTES = 4 << 20
 SLOW_CALL_S = 600.0
 # gRPC backs off for up to two minutes after failures, and shares that state between channels of a process.
 CHANNEL_OPTIONS = [
@@ -88,9 +96,17 @@ TaskIds: TypeAlias = Any
 
 class BrokerClient:
     def __init__(
-        self, endpoint: str, *, role: str, session: str | None = None, timeout_s: float = 10
+        self,
+        endpoint: str,
+        *,
+        role: str,
+        session: str | None = None,
+        timeout_s: float = 10,
+        credentials: Credentials | None = None,
     ) -> None:
-        self.endpoint = require_local(endpoint)
+        """`role` is declared on this machine; off it the certificate of `credentials` decides."""
+        self.endpoint = require_reachable(endpoint, credentials)
+        self._credentials = credentials
         self.role = role
         self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
         self.timeout_s = timeout_s
@@ -100,6 +116,20 @@ class BrokerClient:
         self._call_path = call_path(self.endpoint)
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, role: str, session: str | None = None, timeout_s: float = 10
+    ) -> BrokerClient:
+        """To the broker that settings name, with their credentials where it is on another machine."""
+        endpoint = settings.broker_endpoint
+        return cls(
+            endpoint,
+            role=role,
+            session=session,
+            timeout_s=timeout_s,
+            credentials=credentials_for(endpoint, settings),
+        )
 
     def __enter__(self) -> BrokerClient:
         return self
@@ -151,23 +181,42 @@ class BrokerClient:
 
     # -- producer
 
-    def submit(self, submission: Submission, batches: Iterable[pa.RecordBatch]) -> SubmissionState:
+    def submit(
+        self,
+        submission: Submission,
+        batches: Iterable[pa.RecordBatch],
+        *,
+        patience: Patience | None = None,
+    ) -> SubmissionState:
         """Returns once every batch is durable and the submission closed. Idempotent: after any error call it
-        again with the same content, cut as you like; rows that arrived before are not sent again.
+        again with the same content, cut as you like; rows that arrived before are not sent again. With
+        `patience` a broker that is full, or gone since it answered, is waited for, and the upload goes on at the row it has got to.
 
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
-        if self._acknowledged is not None:
-            self.hello()  # a stream has no place to present it
-        descriptor = flight.FlightDescriptor.for_command(submission.to_json().encode())
+        pieces = Pieces(batches)
+        while True:
+            try:
+                return self._submit(submission, pieces, patience)
+            except (Backpressure, BrokerUnavailable) as fault:
+                never = self._acknowledged is None and isinstance(fault, BrokerUnavailable)
+                if patience is None or never:  # a broker that was never there is not waited for
+                    raise
+                patience.wait(fault)
+
+    def _submit(
+        self, submission: Submission, pieces: Pieces, patience: Patience | None
+    ) -> SubmissionState:
+        head = {**json.loads(submission.to_json()), **self._presented()}
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
             writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
         except (flight.FlightError, pa.ArrowException, OSError) as fault:
             raise self._fault(fault) from fault
         try:
             with writer:
-                state = self._upload(writer, reader, batches)
+                state = self._upload(writer, reader, pieces, patience)
                 if not state.closed:
                     writer.done_writing()
                     while not state.closed and (more := self._read_answer(reader)) is not None:
@@ -180,13 +229,13 @@ class BrokerClient:
         return state
 
     def _upload(
-        self, writer: Any, reader: Any, batches: Iterable[pa.RecordBatch]
+        self, writer: Any, reader: Any, pieces: Pieces, patience: Patience | None
     ) -> SubmissionState:
         state = self._require_answer(reader)
         if state.closed:
             return state
         outstanding = 0
-        for first_row, batch in _from_row(batches, state.enqueued):
+        for first_row, batch in pieces.from_row(state.enqueued):
             require_schema(batch, TASK_SCHEMA, "task batch")
             note = {"first_row": first_row, "crc32c": column_checksums(batch)}
             try:
@@ -201,6 +250,9 @@ class BrokerClient:
             if outstanding == UPLOADS_OUTSTANDING:
                 state = self._require_answer(reader)
                 outstanding -= 1
+                pieces.forget_below(state.enqueued)
+                if patience is not None:
+                    patience.progressed()
         for _ in range(outstanding):
             state = self._require_answer(reader)
         return state
@@ -331,9 +383,8 @@ class BrokerClient:
     def _call(
         self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        presented = {} if self._acknowledged is None else {ACKNOWLEDGED: self._acknowledged}
-        who = {"role": self.role, "session": self.session}
-        asked, limit_s = {**head, **who, **presented}, timeout_s or self.timeout_s
+        asked = {**head, "session": self.session, **self._presented()}
+        limit_s = timeout_s or self.timeout_s
         ask = self._call_local if self._call_path is not None else self._call_flight
         reply, payload = ask(name, asked, parts, limit_s)
         raise_error(reply)
@@ -364,6 +415,11 @@ class BrokerClient:
             raise self._fault(fault) from fault
         return read_message(answers[0].body)
 
+    def _presented(self) -> dict[str, Any]:
+        """What every request says beside its own: protocol, role, and what was acknowledged so far."""
+        said = {"protocol": PROTOCOL_VERSION, "role": self.role}
+        return said if self._acknowledged is None else {**said, ACKNOWLEDGED: self._acknowledged}
+
     def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take what an answer says of durability out of it, and remember the highest."""
         told = reply.pop(ACKNOWLEDGED, None)
@@ -374,7 +430,17 @@ class BrokerClient:
 
     def _flight(self) -> flight.FlightClient:
         if self._client is None:
-            self._client = flight.FlightClient(self.endpoint, generic_options=CHANNEL_OPTIONS)
+            require_strong_ciphers()
+            secrets: dict[str, Any] = {}
+            if (mine := self._credentials) is not None:
+                secrets = {
+                    "tls_root_certs": mine.ca,
+                    "cert_chain": mine.chain,
+                    "private_key": mine.key,
+                }
+            self._client = flight.FlightClient(
+                self.endpoint, generic_options=CHANNEL_OPTIONS, **secrets
+            )
         return self._client
 
     def _read_answer(self, reader: Any) -> SubmissionState | None:
@@ -414,15 +480,3 @@ def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
     if crc32c(part) != reply["crc32c"]:
         raise SchemaError("a batch from the broker does not match its CRC32C: ask again")
     return from_ipc(part)
-
-
-def _from_row(batches: Iterable[pa.RecordBatch], row: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(first row, batch) of what lies at or after `row`, in pieces of about UPLOAD_BYTES at most."""
-    first = 0
-    for batch in batches:
-        start = min(max(row - first, 0), batch.num_rows)
-        rows = max(1, batch.num_rows * UPLOAD_BYTES // max(batch.nbytes, 1))
-        while start < batch.num_rows:
-            yield first + start, batch.slice(start, rows)
-            start += rows
-        first += batch.num_rows

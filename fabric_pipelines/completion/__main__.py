@@ -59,7 +59,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
     # two for bulk, of which the governor may use one or both, and one for what must not wait
     target, *more = (Writer(database, decode=decode, lake=lake) for _ in range(3))
     return Receiver(
-        open_source=lambda: BrokerClient(settings.broker_endpoint, role="completion"),
+        open_source=lambda: BrokerClient.of(settings, role="completion"),
         target=target,
         more_targets=more,
         gate=valve,
