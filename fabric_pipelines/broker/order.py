@@ -187,9 +187,10 @@ class PrefixOrder:
         if len(tasks):
             self._front.append(tasks)
 
-    def peek(self, limit: int, who: str = "") -> Sequences:
-        """Up to `limit` next tasks for this consumer; empty only if there are none at all."""
-        if self._front:
+    def peek(self, limit: int, who: str = "", *, front: bool = True) -> Sequences:
+        """Up to `limit` next tasks for this consumer; empty only if there are none at all. Without `front` what
+        came back is passed over."""
+        if front and self._front:
             return self._front[0][:limit]
         arc = self._arc_of(who)
         while len(arc.slice) < limit and (arc.lap or arc.next_lap):
@@ -198,9 +199,9 @@ class PrefixOrder:
             arc = self._take_more(arc)
         return arc.slice.left()[1][:limit]
 
-    def advance(self, count: int, who: str = "") -> None:
+    def advance(self, count: int, who: str = "", *, front: bool = True) -> None:
         """Drop the first `count` of what `peek` showed."""
-        if self._front:
+        if front and self._front:
             rest = self._front.popleft()[count:]
             if len(rest):
                 self._front.appendleft(rest)
@@ -224,6 +225,11 @@ class PrefixOrder:
     @property
     def has_front(self) -> bool:
         return bool(self._front)
+
+    @property
+    def first_piece(self) -> Sequences:
+        """What goes out before anything else; empty if nothing came back."""
+        return self._front[0] if self._front else NOTHING
 
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""
