@@ -41,6 +41,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Options:
     tasks: int = 10_000
+    batch: int = 1000  # tasks of one enqueue
+    lease: int = 256  # tasks of one lease, report and retirement
     rounds: int = 5
     systems: tuple[str, ...] = ()  # () = all
 
@@ -182,7 +184,7 @@ def _rounds(
     series = {(server.name, synced): Series(synced) for server, synced in modes}
     for number in range(options.rounds + 1):
         for at, (server, synced) in enumerate(modes):
-            work = Work(1000 * number + at, options.tasks, synced_leases=synced)
+            work = Work(1000 * number + at, options.tasks, options.batch, options.lease, synced)
             before = _cpu_seconds(server.pids)
             seconds = clients[server.name].run(work)
             if number:
@@ -235,7 +237,7 @@ def _count_syncs(server: Server, client: ClientProcess, options: Options, say: S
         if "attached" not in line:
             trace.communicate()
             return None
-        client.run(Work(999_000, options.tasks))
+        client.run(Work(999_000, options.tasks, options.batch, options.lease))
         trace.terminate()
         trace.communicate()
         rows = (row.split() for row in summary.read().splitlines())
@@ -283,6 +285,8 @@ def _report(
     ]
     report: dict[str, Any] = {
         "tasks": tasks,
+        "batch": options.batch,
+        "lease": options.lease,
         "task_bytes": TASK_TOKENS * 4,
         "rounds": options.rounds,
         "systems": systems,
@@ -354,7 +358,8 @@ def machine() -> str:
 def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [
-        f"{report['tasks']:,} tasks of {report['task_bytes']:,} B a round, median of {report['rounds']} "
+        f"{report['tasks']:,} tasks of {report['task_bytes']:,} B a round, enqueued {report['batch']:,} and leased "
+        f"{report['lease']:,} at a time, median of {report['rounds']} "
         f"interleaved rounds; {report['machine']}; disk {report['disk']['fdatasync_4k_per_s']:.0f} syncs/s "
         f"of 4 KB, {report['disk']['fdatasync_1m_per_s']:.0f} of 1 MB.",
     ]

@@ -26,6 +26,8 @@ from fabric_pipelines.broker.accounts import (
     has_repeats,
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
+from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
@@ -54,7 +56,6 @@ from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
 from fabric_pipelines.broker.supply import SUSPECTS_ALONE, Asker, Grant, Supply
 from fabric_pipelines.errors import (
-    Backpressure,
     BalanceBroken,
     NotAttached,
     SchemaError,
@@ -62,7 +63,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
-from fabric_pipelines.records.arrow import to_ipc_part
+from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
@@ -103,7 +104,7 @@ class Core:
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self._supply = Supply(state, limits.merge_waste)
         self._computed = ComputedQueue()
-        self._fingerprints: dict[str, Fingerprinter] = {}
+        self._contents = Contents()
         self._stepping: set[int] = set()
         self._derive()
 
@@ -153,7 +154,7 @@ class Core:
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
-            self._fingerprints.pop(fact.submission_id, None)
+            self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
             self._stepping.update(distinct(self.state.index.lane[fact.tasks]).tolist())
@@ -225,7 +226,7 @@ class Core:
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
         ordinal = len(record.batches)
-        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_part(batch), RULE)
+        fact = Enqueued(submission_id, ordinal, record.rows, base, rows, to_ipc_pieces(batch), RULE)
         return [fact], batch
 
     def close(self, submission_id: str, stored: Iterable[pa.RecordBatch] | None) -> list[Fact]:
@@ -241,29 +242,21 @@ class Core:
                 f"submission {name} declared {header.tasks} tasks and {header.tokens} tokens but has "
                 f"{record.rows} and {record.tokens}"
             )
-        running = self._fingerprints.get(submission_id)
-        if running is None or running.tasks != record.rows:
-            running = None if stored is None else Fingerprinter()
-            for batch in stored or ():
-                assert running is not None
-                running.update(batch)
-        if running is None:
+        if not self._contents.prove(header, stored):
             self.counters["closed_unproven"] += 1
-        elif running.hexdigest() != header.fingerprint:
-            raise SubmissionConflict(
-                f"submission {name} has other content than its fingerprint {header.fingerprint[:12]} says: "
-                "it stays open; submit the right content under another id (set the salt)"
-            )
         return [SubmissionClosed(submission_id)]
 
-    def remember_content(self, submission_id: str, batch: pa.RecordBatch) -> None:
-        """Carry the fingerprint along, while the batch is in the cache."""
-        record = self.known(submission_id)
-        running = self._fingerprints.get(submission_id)
-        if running is None and record.rows == batch.num_rows:
-            running = self._fingerprints[submission_id] = Fingerprinter()
-        if running is not None and running.tasks + batch.num_rows == record.rows:
-            running.update(batch)
+    def content_of(self, submission_id: str) -> Fingerprinter | None:
+        """Fingerprint of what was taken so far, for one stream to carry on."""
+        record = self.state.by_submission.get(submission_id)
+        return self._contents.of(submission_id, 0 if record is None else record.rows)
+
+    def remember_content(
+        self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
+    ) -> None:
+        """The rows of `batch` were taken, see `Contents.take`."""
+        before = self.known(submission_id).rows - batch.num_rows
+        self._contents.take(submission_id, before, batch, content)
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
@@ -303,7 +296,7 @@ class Core:
         self.sessions[name] = session
         self._roster.came(name, session.kind, session.engine)
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = np.unique(tasks[known])
+        tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
@@ -369,7 +362,9 @@ class Core:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
         refuser = bit_of(session.kind, self.state.classes)
-        asker = Asker(name, session.engine, refuser, consumers, busy=bool(leases))
+        asker = Asker(
+            name, session.engine, refuser, consumers, busy=bool(leases), tenant=session.tenant
+        )
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
@@ -423,7 +418,7 @@ class Core:
         session.deadline_s = now_s + self.limits.lease_s
 
     def computed(
-        self, name: str, batch: pa.RecordBatch, ipc: bytes | memoryview
+        self, name: str, batch: pa.RecordBatch, ipc: Part
     ) -> tuple[list[Fact], ComputedReply]:
         """Takes the rows whose task is, or last was, with this session; the first of a pair. Late is what
         another session took over meanwhile; a failure of an attempt that is counted already is a duplicate."""
@@ -627,14 +622,6 @@ class Core:
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()
-
-    def require_backlog_room(self, used: int, mark: int) -> None:
-        if used >= mark:
-            raise Backpressure(
-                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
-                "tasks are taken again when results have landed",
-                retry_after_s=5.0,
-            )
 
     def _sequences(
         self, task_ids: npt.NDArray[np.int64]

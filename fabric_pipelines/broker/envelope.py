@@ -18,13 +18,15 @@ import numpy.typing as npt
 
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.records.arrow import Pieces
 
 ALIGNMENT = 64
 MAGIC = 0x46504631  # "FPF1"
 _LENGTHS = struct.Struct("<II")
 _LENGTHS_KEY = "#"
 
-Part = bytes | bytearray | memoryview
+Part = bytes | bytearray | memoryview | Pieces
+Piece = bytes | bytearray | memoryview
 
 
 def as_part(values: npt.NDArray[Any]) -> memoryview:
@@ -32,16 +34,19 @@ def as_part(values: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(values).data.cast("B")
 
 
-def pack(head: Mapping[str, Any], parts: Sequence[Part] = ()) -> list[Part]:
+def pack(head: Mapping[str, Any], parts: Sequence[Part] = ()) -> list[Piece]:
     """Pieces to be written one after the other; `head` must be JSON."""
     sizes = [len(part) for part in parts]
     text = canonical_json({**head, _LENGTHS_KEY: sizes} if sizes else dict(head))
-    pieces: list[Part] = [_LENGTHS.pack(len(text), MAGIC) + text]
+    pieces: list[Piece] = [_LENGTHS.pack(len(text), MAGIC) + text]
     written = len(pieces[0])
     for part in parts:
         if gap := -written % ALIGNMENT:
             pieces.append(bytes(gap))
-        pieces.append(part)
+        if isinstance(part, Pieces):
+            pieces.extend(part)
+        else:
+            pieces.append(part)
         written = len(part)  # every part starts aligned, so only its own length counts from here
     return pieces
 

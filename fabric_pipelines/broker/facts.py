@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.broker.envelope import Part, as_part, pack, unpack
+from fabric_pipelines.broker.envelope import Part, Piece, as_part, pack, unpack
 from fabric_pipelines.errors import CorruptionFound, SchemaError, UsageError
 from fabric_pipelines.records.submission import Submission
 
@@ -63,7 +63,7 @@ class Verdict(IntEnum):
 class SubmissionOpened:
     header: Submission
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"header": self.header.to_json()})
 
 
@@ -80,7 +80,7 @@ class Enqueued:
     ipc: Part
     rule: int = 1  # lanes.RULE of the broker that took it
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {
             "submission_id": self.submission_id,
             "batch": self.batch,
@@ -96,7 +96,7 @@ class Enqueued:
 class SubmissionClosed:
     submission_id: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"submission_id": self.submission_id})
 
 
@@ -110,7 +110,7 @@ class Leased:
     lane: int
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"lease_id": self.lease_id, "session": self.session, "lane": self.lane}
         return pack(head, [as_part(self.tasks)])
 
@@ -123,7 +123,7 @@ class Claimed:
     session: str
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lease_id": self.lease_id, "session": self.session}, [as_part(self.tasks)])
 
 
@@ -140,7 +140,7 @@ class Computed:
     ipc: Part
     too_large_for: str = ""
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head: dict[str, Any] = {"session": self.session, "padded_tokens": self.padded_tokens}
         if self.too_large_for:
             head["too_large_for"] = self.too_large_for
@@ -162,7 +162,7 @@ class Returned:
     tasks: Sequences
     verdicts: Bytes8
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])
 
@@ -174,7 +174,7 @@ class GivenUp:
     reason: str
     tasks: Sequences
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"reason": self.reason}, [as_part(self.tasks)])
 
 
@@ -187,7 +187,7 @@ class Settled:
     confirmation_kind: str
     proof: Mapping[str, Any]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         head = {"confirmation": self.confirmation_kind, "proof": dict(self.proof)}
         return pack(head, [as_part(self.tasks)])
 
@@ -198,7 +198,7 @@ class Started:
 
     version: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"version": self.version})
 
 
@@ -210,7 +210,7 @@ class CheckpointTaken:
     digest: str
     size: int
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"lsn": self.lsn, "digest": self.digest, "size": self.size})
 
 
@@ -223,7 +223,7 @@ class Dropped:
     base: int
     digest: str
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({"below": self.below, "base": self.base, "digest": self.digest})
 
 
@@ -236,7 +236,7 @@ class Moved:
     batches: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(runs_of(self.tasks)), as_part(self.batches), self.ipc])
 
 
@@ -247,7 +247,7 @@ class MovedComputed:
     tasks: Sequences
     ipc: Part
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.tasks), self.ipc])
 
 
@@ -273,7 +273,7 @@ class LanesStepped:
 
     steps: npt.NDArray[np.int64]
 
-    def encode(self) -> list[Part]:
+    def encode(self) -> list[Piece]:
         return pack({}, [as_part(self.steps)])
 
 

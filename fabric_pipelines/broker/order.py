@@ -208,6 +208,19 @@ class PrefixOrder:
         else:
             self._arc_of(who).slice.at += count
 
+    def remove(self, tasks: Sequences) -> None:
+        """Take these out, wherever they are; all of the order is looked at."""
+        self._front = deque(
+            part for piece in self._front if len(part := piece[~np.isin(piece, tasks)])
+        )
+        for arc in self._arcs:
+            for run in arc.runs:
+                keys, held = run.left()
+                stays = ~np.isin(held, tasks)
+                run.keys, run.tasks, run.at = keys[stays], held[stays], 0
+            arc.lap = [run for run in arc.lap if len(run)]
+            arc.next_lap = [run for run in arc.next_lap if len(run)]
+
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
         """Everything but the front in another order, as one arc."""
         tasks = _joined([run for arc in self._arcs for run in arc.runs]).tasks

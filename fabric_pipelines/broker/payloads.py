@@ -20,7 +20,7 @@ from fabric_pipelines.broker.gather import TaskMemory, gathered
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.broker.supply import Grant
 from fabric_pipelines.journal import Frame
-from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.completion import PULLED_SCHEMA, clip_error_text
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 
@@ -162,7 +162,7 @@ class Payloads:
 
     def keep(self, lsn: int, ipc: Part, batch: pa.RecordBatch | None = None) -> None:
         """A batch that was just journaled is in memory already. `batch`: what `ipc` decodes to, if that was done."""
-        self._remember(lsn, read_ipc(ipc) if batch is None else batch, len(ipc))
+        self._remember(lsn, read_ipc(whole(ipc)) if batch is None else batch, len(ipc))
 
     def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
         """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together."""
@@ -184,7 +184,7 @@ class Payloads:
         frame, mapped = self._journal.view(lsn)
         fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
         assert isinstance(fact, WITH_ROWS), f"LSN {lsn} holds no batch"
-        batch = read_ipc(fact.ipc)
+        batch = read_ipc(whole(fact.ipc))
         self._remember(lsn, batch, VIEW_BYTES if mapped else len(fact.ipc))
         return batch
 

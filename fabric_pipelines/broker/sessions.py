@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
     same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
@@ -40,6 +40,7 @@ class Session:
     lane: Lane | None = None
     call: int = -1
     last_lease: int = 0
+    tenant: str | None = None
     kind: str = ""  # its class of consumers
     held_back: str = ""
 

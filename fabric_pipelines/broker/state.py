@@ -30,6 +30,7 @@ from fabric_pipelines.broker.accounts import (
     add_sums,
     distinct,
     has_repeats,
+    only,
     recount,
 )
 from fabric_pipelines.broker.facts import (
@@ -55,7 +56,7 @@ from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
-from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
@@ -208,7 +209,7 @@ class State:
         self, fact: Enqueued, lsn: int, columns: BatchColumns | None, effects: Effects
     ) -> None:
         record = self.by_submission[fact.submission_id]
-        columns = columns or BatchColumns.of(record.header, read_ipc(fact.ipc), fact.rule)
+        columns = columns or BatchColumns.of(record.header, read_ipc(whole(fact.ipc)), fact.rule)
         if fact.base != self.index.count or len(columns.prompt) != fact.rows:
             raise BalanceBroken(
                 f"an ENQUEUE of {fact.rows} tasks from sequence {fact.base} does not continue "
@@ -474,22 +475,30 @@ class State:
             mine = tasks if len(sources) == 1 else tasks[states == source]
             self._move_uniform(mine, source, target)
         index.state[tasks] = target
-        self._require_balance(index.lane[tasks])
 
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
-        lanes, records = index.lane[tasks], index.submission[tasks]
-        prompt = index.prompt[tasks].astype(np.int64)
-        self.accounts.move(lanes, self.task_ids(tasks), prompt, source, target)
-        add_counts(self.submission_tasks[source + 1], records, -1)
-        add_counts(self.submission_tasks[target + 1], records, 1)
+        lanes, counts, *_ = self.accounts.move(
+            index.lane[tasks], self.task_ids(tasks), index.prompt[tasks], source, target
+        )
+        records = index.submission[tasks]
+        one = only(records)
+        for row, change in ((source + 1, -1), (target + 1, 1)):
+            if one is None:
+                add_counts(self.submission_tasks[row], records, change)
+            else:
+                self.submission_tasks[row, one] += change * len(tasks)
         if READY in (source, target):
-            change = 1 if target == READY else -1
-            add_counts(self.engine_ready, self.lane_engine.view[lanes], change)
+            sign, engines = (1 if target == READY else -1), self.lane_engine.view[lanes]
+            if isinstance(lanes, int):
+                self.engine_ready[engines] += sign * len(tasks)
+            else:
+                np.add.at(self.engine_ready, engines, sign * counts)
+        self._require_balance(lanes)
 
-    def _require_balance(self, lanes: npt.NDArray[np.int32]) -> None:
+    def _require_balance(self, lanes: npt.NDArray[np.int32] | int) -> None:
         for at in self.accounts.unbalanced(lanes):
-            self.accounts.ledger(int(at)).require_balanced(f"lane {self.lanes[int(at)].name}")
+            self.accounts.ledger(at).require_balanced(f"lane {self.lanes[at].name}")
 
     # -- questions
 
@@ -502,6 +511,14 @@ class State:
 
     def in_state(self, state: int) -> Sequences:
         return np.flatnonzero(self.index.state[: self.index.count] == state)
+
+    def of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
+        """Those of `tasks` that this tenant may know of; all of them for None."""
+        if tenant is None:
+            return tasks
+        lanes = self.index.lane[tasks]
+        its = [at for at in distinct(lanes).tolist() if self.lanes[at].key.tenant == tenant]
+        return tasks[np.isin(lanes, its)]
 
     def total(self) -> Ledger:
         return self.accounts.total()

@@ -45,13 +45,14 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Asker:
     """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one. busy: it
-    holds leased tasks."""
+    holds leased tasks. tenant: the one it serves, None for all."""
 
     name: str
     engine: str
     refuser: int
     consumers: int
     busy: bool
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,13 @@ class Supply:
             self._state.lanes[at].order.add(keys, tasks)
             self._offer(self._state.lanes[at])
         for at, tasks in effects.pieces:
-            fresh = tasks[~queued[tasks]]
-            queued[fresh] = True
-            self._state.lanes[at].order.add_front(fresh)
+            old = tasks[queued[tasks]]
+            if len(
+                old
+            ):  # claimed while in the order: from its old place it would go out among others
+                self._state.lanes[at].order.remove(old)
+            queued[tasks] = True
+            self._state.lanes[at].order.add_front(tasks)
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
@@ -116,7 +121,7 @@ class Supply:
             return None
         ready = self.ready_for(asker.engine, asker.refuser)
         fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair, asker.refuser)
+        lane = queue.choose(current, fair, asker.refuser, asker.tenant)
         if lane is None:
             return None
         if current is not None and current is not lane:
@@ -146,7 +151,7 @@ class Supply:
     def _first_piece(self, lane: Lane) -> Sequences:
         """What is still ready of the next thing that came back; pieces of which nothing is are dropped."""
         while len(piece := lane.order.first_piece):
-            ready = piece[self._state.index.state[piece] == READY]
+            ready: Sequences = piece[self._state.index.state[piece] == READY]
             if len(ready):
                 return ready
             self._take(_View(lane, SHARED_WALK, piece, NO_PLACES), 0)

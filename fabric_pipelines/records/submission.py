@@ -86,6 +86,12 @@ class Fingerprinter:
         for name, content in zip(self._parts, logical_columns(batch), strict=True):
             self._parts[name].update(content)
 
+    def copy(self) -> Fingerprinter:
+        made = Fingerprinter()
+        made.tasks, made.tokens = self.tasks, self.tokens
+        made._parts = {name: part.copy() for name, part in self._parts.items()}
+        return made
+
     def hexdigest(self) -> str:
         parts = self._parts
         return hashlib.sha256(b"".join(parts[name].digest() for name in sorted(parts))).hexdigest()

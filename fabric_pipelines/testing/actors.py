@@ -303,7 +303,8 @@ class Worker(Actor):
         tasks = lease.tasks
         ids, rows = tasks.column("task_id").to_numpy(), tasks.column("source_row").to_numpy()
         fresh = ~np.isin(ids, np.concatenate([[-1], *(piece.ids for piece in self._held())]))
-        self.world.auditor.leased(self._session, tasks, self.world.now_s)
+        given_s = lease.deadline_us / 1e6 - self.world.plan.lease_s
+        self.world.auditor.leased(self._session, tasks, self.world.now_s, given_s)
         if fresh.any():
             attempts = tasks.column("attempts").to_numpy()[fresh]
             piece = Piece(ids[fresh], rows[fresh], token_counts(tasks)[fresh], attempts)

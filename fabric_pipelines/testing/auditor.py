@@ -20,7 +20,7 @@ from fabric_pipelines.records.task import token_counts
 
 Rows = npt.NDArray[np.int64]
 NOBODY = -1
-UNSYNCED_S = 1.0  # leases leave before they are durable; the tick makes them so
+UNSYNCED_S = 0.6  # leases leave before they are durable; the tick of half a second makes them so
 FAULTS_MAX = 20  # sentences kept; counts go on
 
 
@@ -58,6 +58,7 @@ class Auditor:
         self.sessions: dict[str, int] = {}
         self.heard_s: list[float] = []  # last answered renewal, by session
         self._recent: deque[tuple[float, Rows]] = deque()
+        self._lost_s = -1.0  # when the broker died last
 
     # -- what producers say and hear
 
@@ -81,7 +82,12 @@ class Auditor:
         self.heard_s[at] = now_s
         return at
 
-    def leased(self, session: str, tasks: pa.RecordBatch, now_s: float) -> None:
+    def leased(
+        self, session: str, tasks: pa.RecordBatch, now_s: float, given_s: float | None = None
+    ) -> None:
+        """A lease was heard of; `given_s` is when the broker gave it, now if not told. A broker that died on
+        the way of its answer may have forgotten it, just as one that dies later."""
+        given_s = now_s if given_s is None else given_s
         rows = tasks.column("source_row").to_numpy()
         ids = tasks.column("task_id").to_numpy()
         self._same(rows, token_counts(tasks), _first_tokens(tasks))
@@ -93,10 +99,11 @@ class Auditor:
         if held.any():
             safe = np.array(self.heard_s)[others] + self.lease_s > now_s
             self._count("doubled", held & safe, rows, "leased while another session holds it")
-        self.holder[rows] = mine
-        while self._recent and self._recent[0][0] <= now_s - UNSYNCED_S:
+        forgotten = given_s <= self._lost_s < given_s + UNSYNCED_S
+        self.holder[rows] = NOBODY if forgotten else mine
+        while self._recent and self._recent[0][0] <= now_s - 2 * UNSYNCED_S:
             self._recent.popleft()
-        self._recent.append((now_s, rows))
+        self._recent.append((given_s, rows))
 
     def attaching(self, session: str, held: Rows) -> None:
         """Whatever the session does not name may go to anybody from now on."""
@@ -134,8 +141,9 @@ class Auditor:
 
     def broker_lost(self, now_s: float) -> None:
         """Connections broke: leases of the last moment may have been forgotten, as leases may."""
-        for at_s, rows in self._recent:
-            if at_s > now_s - UNSYNCED_S:
+        self._lost_s = now_s
+        for given_s, rows in self._recent:
+            if given_s > now_s - UNSYNCED_S:
                 self.holder[rows] = NOBODY
         self._recent.clear()
 

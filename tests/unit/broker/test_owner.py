@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.broker.owner import Fatal
+from fabric_pipelines.broker.owner import Fatal, TaskUpload
+from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
@@ -19,6 +21,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.testing.memory_journal import MemoryJournal
 from tests.support_broker import (
     BURIED,
@@ -127,6 +130,64 @@ def test_a_fingerprint_is_checked_across_a_restart(bench: Bench) -> None:
     bench.crash()
     bench.upload(header, 3, BATCHES[1])
     assert bench.owner.close_submission(header.submission_id).closed
+
+
+class Stream:
+    """An upload stream that fingerprints its content itself, as the server's do."""
+
+    def __init__(self, bench: Bench, header: Submission) -> None:
+        self.bench, self.header = bench, header
+        self.content = bench.owner.content_of(header.submission_id)
+
+    def send(self, first_row: int, batch: pa.RecordBatch) -> None:
+        if self.content is not None and self.content.tasks == first_row:
+            self.content.update(batch)
+        else:
+            self.content = None
+        columns = BatchColumns.of(self.header, batch)
+        upload = TaskUpload(self.header.submission_id, first_row, batch, columns, self.content)
+        self.bench.owner.enqueue(upload)
+
+
+def unread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, reading stored batches is a failure of the test."""
+
+    def read(ordinals: object) -> object:
+        raise AssertionError("the content was fingerprinted already")
+
+    monkeypatch.setattr(bench.owner.payloads, "tasks", read)
+
+
+def test_a_stream_that_fingerprints_its_own_content_spares_reading_it_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = submission_of(BATCHES)
+    bench.owner.open_submission(header)
+    first = Stream(bench, header)
+    first.send(0, BATCHES[0])
+    second = Stream(bench, header)  # the producer lost its connection and goes on
+    second.send(3, BATCHES[1])
+    unread(bench, monkeypatch)
+    assert bench.owner.close_submission(header.submission_id).closed
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_rows_of_two_streams_are_fingerprinted_as_they_were_taken(
+    bench: Bench, honest: bool
+) -> None:
+    """Each stream's own content is right or wrong by itself; what counts is the mixture that was journaled."""
+    header = submission_of(BATCHES)
+    bench.owner.open_submission(header)
+    left, right = Stream(bench, header), Stream(bench, header)
+    left.send(0, BATCHES[0])
+    right.send(0, BATCHES[0])
+    right.send(3, BATCHES[1] if honest else tasks_of([50] * 5, seed=99))
+    left.send(3, BATCHES[1])
+    if honest:
+        assert bench.owner.close_submission(header.submission_id).closed
+    else:
+        with pytest.raises(SubmissionConflict, match="fingerprint"):
+            bench.owner.close_submission(header.submission_id)
 
 
 # -- leases

@@ -179,6 +179,21 @@ def test_busy_sessions_pass_suspects_over_and_one_that_holds_nothing_takes_them(
     assert bench.lease("fresh", Budget(8, BATCH, None)) is not None
 
 
+def test_a_suspect_that_was_claimed_out_of_the_order_is_not_given_from_its_old_place() -> None:
+    bench = Bench(Limits(lease_s=10.0, attempts_max=ATTEMPTS_MAX))
+    batch = tasks_of([20] * 6)
+    state = bench.submit(submission_of([batch]), [batch])
+    assert state.first_task_id is not None
+    bench.attach("claims", held=[state.first_task_id + 2, state.first_task_id + 3])
+    bench.owner.core.sessions["claims"].deadline_s = 0.0
+    bench.owner.tick()
+    bench.attach("w")
+    first = bench.lease("w", Budget(3, BATCH, None))
+    assert first is not None
+    assert ids_of(first) == [state.first_task_id + 2]
+    assert bench.owner.core.stranded() == []
+
+
 def test_suspects_are_not_passed_over_for_ever() -> None:
     bench = Bench(Limits(lease_s=1e6, attempts_max=ATTEMPTS_MAX))
     batch = tasks_of([20] * 1000)
