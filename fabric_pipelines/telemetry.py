@@ -1,18 +1,20 @@
 """Counters and progress: what a person sees while work goes on, and what an exporter reads afterwards.
 
 Progress is counted in tokens, since rows differ by a factor of a hundred. On a terminal it is a bar with an
-ETA; elsewhere a heartbeat line every 30 s *including when nothing moved*, so silence never means "maybe hung".
+ETA; elsewhere a heartbeat line every 30 s *including when nothing moved*, so silence never means "maybe hung", and a
+line when it is done.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -96,9 +98,12 @@ class ProgressBoard:
 
     def advance_to(self, name: str, done_tokens: int) -> None:
         rate = self._rates[name]
+        was_done = rate.done >= rate.total
         rate.update(done_tokens, time.monotonic())
         if self._live:
             self._live.update(self._bars[name], completed=done_tokens, eta=rate.eta)
+        elif rate.done >= rate.total and not was_done:
+            self._tell(name)
         self.heartbeat()
 
     def say(self, line: str) -> None:
@@ -117,8 +122,12 @@ class ProgressBoard:
         if self._live or self._quiet or now - self._beat_s < HEARTBEAT_S:
             return
         self._beat_s = now
-        for name, rate in self._rates.items():
-            self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
+        for name in self._rates:
+            self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        rate = self._rates[name]
+        self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
 
 
 @contextmanager
@@ -131,3 +140,18 @@ def timed() -> Iterator[dict[str, float]]:
     finally:
         out["seconds"] = time.perf_counter() - wall
         out["cpu_seconds"] = time.process_time() - cpu
+
+
+def exposition(prefix: str, numbers: Mapping[str, Any]) -> str:
+    """Nested numbers as Prometheus text: `prefix_outer_inner value`, booleans as 0 and 1. What is no number, or not
+    known, is left out."""
+    return "".join(f"{name} {value!r}\n" for name, value in sorted(_flat(prefix, numbers)))
+
+
+def _flat(prefix: str, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in numbers.items():
+        name = f"{prefix}_{re.sub('[^a-zA-Z0-9_]', '_', key)}"
+        if isinstance(value, Mapping):
+            yield from _flat(name, value)
+        elif isinstance(value, bool | int | float):
+            yield name, float(value)

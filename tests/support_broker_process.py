@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from fabric_pipelines import settings
 from fabric_pipelines.broker.client import BrokerClient
-from tests.support_broker import ENGINE, PROFILE
+from tests.support import eventually
+from tests.support_broker import ENGINE, LANDED, PROFILE, completions, ids_of
 
 
 @dataclass
@@ -61,3 +62,32 @@ def attach(client: BrokerClient, held: list[int] | None = None) -> tuple[int, ..
     return client.attach(
         engine=ENGINE, engine_fingerprint="f", device="cpu:0", profile=PROFILE, held=held or []
     ).accepted
+
+
+def finish_everything(broker: Broker) -> list[int]:
+    """A worker and a completion of a new life; the ids that were retired, in order."""
+    retired: list[int] = []
+    with broker.client("worker") as worker, broker.client("completion") as completion:
+        attach(worker)
+
+        def step() -> bool:
+            worker.renew()
+            while (lease := worker.lease(sequences=64, tokens=1 << 20, kv_tokens=None)) is not None:
+                worker.computed(completions(ids_of(lease)))
+            while (rows := completion.pull_computed(rows=500)) is not None:
+                ids = rows.column("task_id")
+                assert completion.retire(ids, LANDED) == len(ids)
+                retired.extend(ids.to_pylist())
+            return worker.status().total.open_tasks == 0
+
+        eventually(step, within_s=15, what="the end of the backlog")
+    return retired
+
+
+def require_whole(broker: Broker, tasks: int, retired: list[int]) -> None:
+    assert len(set(retired)) == len(retired)
+    with broker.client("admin") as client:
+        total = client.status().total
+        assert (total.enqueued.tasks, total.retired.tasks) == (tasks, tasks)
+        total.require_balanced("everything")
+        assert client.verify().differences == []

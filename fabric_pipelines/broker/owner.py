@@ -36,6 +36,7 @@ from fabric_pipelines.broker.facts import (
 from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
+from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
@@ -100,6 +101,7 @@ class Owner:
         limits: Limits,
         *,
         journal_high_water: int = 8 << 30,
+        tenant_high_water: int = 0,
         clock: Clock = SYSTEM_CLOCK,
         checkpoints: Checkpoints | None = None,
         checkpoint_bytes: int = 256 << 20,
@@ -117,6 +119,7 @@ class Owner:
         restarted = state.frames > 0
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
+        self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self.tiering: Tiering | None = None
@@ -415,7 +418,7 @@ class Owner:
     def open_submission(self, header: Submission) -> SubmissionState:
         facts = self.core.open(header)
         if facts:
-            self._require_room()
+            self._require_room(header.tenant)
         self._log(facts)
         return self._state_of(header.submission_id)
 
@@ -424,7 +427,7 @@ class Owner:
         SubmissionConflict if its id means something else, Backpressure if it is new and there is no room."""
         if not self.core.open(header):
             return self._state_of(header.submission_id)
-        self._require_room()
+        self._require_room(header.tenant)
         return unopened(header)
 
     def _open_with(self, upload: TaskUpload, header: Submission) -> None:
@@ -434,7 +437,7 @@ class Owner:
             raise UsageError(
                 f"submission {upload.submission_id[:12]} begins at row 0, not at {upload.first_row}"
             )
-        self._require_room()
+        self._require_room(header.tenant)
         size = sum(len(part) for fact in opening for part in fact.encode())
         size += pa.ipc.get_record_batch_size(upload.batch) + FRAME_MARGIN_BYTES
         if self.dirty and self._group_bytes + size > GROUP_BYTES:
@@ -459,9 +462,11 @@ class Owner:
             upload.submission_id, upload.first_row, upload.batch, tokens
         )
         if fresh is not None:
-            self._require_room()
+            tenant = self.core.known(upload.submission_id).header.tenant
+            self._require_room(tenant)
             whole = fresh.num_rows == upload.batch.num_rows
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
+            self.quota.charge(tenant, fresh.nbytes)
             content = upload.content if whole else None
             self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
@@ -495,7 +500,12 @@ class Owner:
         assert found is not None
         return found
 
-    def _require_room(self) -> None:
+    def _held_by_tenant(self) -> dict[str, int]:
+        self.write()  # a frame of the open group has no size yet
+        return held_bytes(self.core.state, self.journal)
+
+    def _require_room(self, tenant: str) -> None:
+        self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
             raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
         used, mark = self.journal.bytes_used, self.journal_high_water
@@ -539,7 +549,7 @@ class Owner:
         if grant is None:
             if self.tiering is not None and self.core.withheld:
                 raise self.tiering.why()
-            return None, self.core.hold_reason
+            return None, self.core.why_held(name)
         if self.tiering is not None and self.tiering.near(grant.tasks) < len(grant.tasks):
             raise self.tiering.why()  # an old lease asked for again: its rows are on their way
         frames, _ = self.core.state.index.locate(grant.tasks)
