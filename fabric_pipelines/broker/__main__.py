@@ -25,8 +25,8 @@ from fabric_pipelines.broker import callsocket
 from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.broker.credits import Credits
 from fabric_pipelines.broker.desk import Desk
+from fabric_pipelines.broker.exporter import Door, export
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
 from fabric_pipelines.broker.transport import (
@@ -104,7 +104,8 @@ def serve(settings: Settings) -> int:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
         desk = Desk(owner, _end)
         desk.start()
-        shared = Credits()
+        shared = Door()
+        exporter = export(desk, shared, settings.metrics_port) if settings.metrics_port else None
         servers = [_bind(where, desk, credentials, shared) for where, credentials in doors]
         calls = _bind_calls(endpoint, servers[0])
         print(  # noqa: T201 - the supervisor waits for this line
@@ -113,6 +114,8 @@ def serve(settings: Settings) -> int:
             flush=True,
         )
         stop.wait()
+        if exporter is not None:
+            exporter.close()
         clean = _shut(servers, calls, desk)
         owner.finish()
     if not clean:
@@ -163,9 +166,7 @@ def _doors(settings: Settings) -> list[tuple[str, Credentials | None]]:
     return doors
 
 
-def _bind(
-    endpoint: str, desk: Desk, credentials: Credentials | None, shared: Credits
-) -> BrokerServer:
+def _bind(endpoint: str, desk: Desk, credentials: Credentials | None, shared: Door) -> BrokerServer:
     try:
         server = BrokerServer(endpoint, desk, credentials, shared)
     except (pa.ArrowException, OSError) as fault:

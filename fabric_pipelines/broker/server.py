@@ -20,9 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.flight as flight
 
-from fabric_pipelines.broker.credits import Credits, require_size
+from fabric_pipelines.broker.credits import require_size
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part
+from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.owner import Owner, TaskUpload
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
@@ -72,13 +73,13 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         endpoint: str,
         desk: Desk,
         credentials: Credentials | None = None,
-        credits_: Credits | None = None,
+        door: Door | None = None,
     ) -> None:
-        """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk,
-        and the credits for what is on its way to it."""
+        """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk
+        and a door."""
         require_strong_ciphers()  # also of a plain one: gRPC reads the list once in a process
         self._desk = desk
-        self._credits = Credits() if credits_ is None else credits_
+        self._door = Door() if door is None else door
         self._secured = credentials is not None
         self._actions: dict[str, Callable[[Head, list[memoryview], Identity], Reply]] = {
             "hello": self._hello,
@@ -118,6 +119,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         try:
             head, parts = read_message(action.body)
         except FabricError as fault:
+            self._door.refusals.note(fault)
             return iter([flight.Result(message(error_head(fault)))])
         answer, payload = self.answer(action.type, head, parts, context)
         return iter([flight.Result(message(answer, *payload))])
@@ -129,6 +131,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         try:
             answer, payload = self._dispatch(name, head, parts, self._identity(context, head))
         except FabricError as fault:
+            self._door.refusals.note(fault)
             return error_head(fault), ()
         return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
 
@@ -307,6 +310,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             if not state.closed:
                 self._receive(header, reader, writer)
         except FabricError as fault:
+            self._door.refusals.note(fault)
             _send(writer, error_head(fault))
             raise as_flight_error(fault) from fault
 
@@ -340,9 +344,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _enqueue(self, upload: TaskUpload, tenant: str) -> Future[SubmissionState]:
         """Its memory is on the tenant's account until it is durable, or refused."""
         size = upload.batch.get_total_buffer_size()
-        self._credits.take(tenant, size)
+        self._door.credits.take(tenant, size)
         answer = self._desk.ask(_enqueue(upload), Rank.ENQUEUE)
-        answer.add_done_callback(lambda _: self._credits.give(tenant, size))
+        answer.add_done_callback(lambda _: self._door.credits.give(tenant, size))
         return answer
 
     def _answer(self, writer: Any, state: SubmissionState) -> None:
