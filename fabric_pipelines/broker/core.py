@@ -110,9 +110,7 @@ class Core:
 
     def _derive(self) -> None:
         state = self.state
-        ready = state.in_state(READY)
-        runs = state.runs_of(state.unsuspected(ready))
-        self._absorb(Effects(runs=runs, pieces=state.suspect_pieces(ready)))
+        self._supply.begin()
         waiting = state.in_state(COMPUTED)
         done = np.where(
             state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]

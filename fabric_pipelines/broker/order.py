@@ -238,7 +238,9 @@ class PrefixOrder:
     def add_unsorted(self, parts: list[Sequences]) -> None:
         """A whole backlog in no order, before anything else was added."""
         assert not any(map(len, self._arcs)), "an unsorted backlog is what an order begins with"
-        self._arcs[0].unsorted = [Unsorted([_packed(part) for part in parts])]
+        whole = Unsorted([_packed(part) for part in parts])
+        if len(whole):
+            self._arcs[0].unsorted = whole.smallest(self._keys_of, RUN_MAX)
 
     def add_front(self, tasks: Sequences) -> None:
         """A piece to be handed out before anything else, by itself."""
@@ -273,11 +275,12 @@ class PrefixOrder:
         )
         for arc in self._arcs:
             for run in arc.runs:
-                keys, held = run.left()
-                stays = ~np.isin(held, tasks)
-                run.keys, run.tasks, run.at = keys[stays], held[stays], 0
+                held = run.left()
+                run.tasks, run.at = held[~np.isin(held, tasks)], 0
             arc.lap = [run for run in arc.lap if len(run)]
             arc.next_lap = [run for run in arc.next_lap if len(run)]
+            kept = (piece.without(tasks) for piece in arc.unsorted)
+            arc.unsorted = [piece for piece in kept if len(piece)]
 
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
         """Everything but the front in another order, as one arc."""

@@ -8,6 +8,7 @@ drain share one, and only as far as the declared waste allows. Decides nothing a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import READY
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
+from fabric_pipelines.broker.order import RUN_MAX
 from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.state import Effects, State
@@ -77,6 +79,23 @@ class Supply:
         self._queues: dict[str, LaneQueue] = {}
         self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
+
+    def begin(self) -> None:
+        """Every ready task of the state into the order of its lane, which is empty. What is under suspicion waits
+        in front, the rest is sorted when leases need it."""
+        state, parts = self._state, defaultdict[int, list[Sequences]](list)
+        suspects = np.array(sorted(state.suspects), np.int64)
+        suspects = suspects[state.index.state[suspects] == READY]
+        self.absorb(Effects(pieces=state.suspect_pieces(suspects)))
+        for begin in range(0, state.index.count, RUN_MAX):
+            states = state.index.state[begin : min(begin + RUN_MAX, state.index.count)]
+            ready = begin + np.flatnonzero(states == READY)
+            for lane, tasks in state.by_lane(state.unsuspected(ready)):
+                parts[lane].append(tasks)
+                state.index.queued[tasks] = True
+        for lane, tasks_of in parts.items():
+            state.lanes[lane].order.add_unsorted(tasks_of)
+            self._offer(state.lanes[lane])
 
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""

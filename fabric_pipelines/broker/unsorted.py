@@ -65,6 +65,9 @@ class Unsorted:
             count -= here
         return Unsorted(before, self.low), Unsorted(behind, self.low)
 
+    def without(self, tasks: npt.NDArray[np.int64]) -> Unsorted:
+        return Unsorted([part[~np.isin(part, tasks)] for part in self.parts], self.low)
+
     def sample(self, keys_of: KeysOf, most: int = SAMPLES) -> npt.NDArray[np.uint64]:
         """Keys of evenly spaced tasks, at most so many or one a part."""
         each = max(1, most // len(self.parts))
