@@ -197,9 +197,10 @@ class PrefixOrder:
         if len(tasks):
             self._front.append(tasks)
 
-    def peek(self, limit: int, who: str = "") -> Sequences:
-        """Up to `limit` next tasks for this consumer; empty only if there are none at all."""
-        if self._front:
+    def peek(self, limit: int, who: str = "", *, front: bool = True) -> Sequences:
+        """Up to `limit` next tasks for this consumer; empty only if there are none at all. Without `front` what
+        came back is passed over."""
+        if front and self._front:
             return self._front[0][:limit]
         arc = self._arc_of(who)
         while len(arc.slice) < limit and (arc.lap or arc.next_lap):
@@ -208,14 +209,27 @@ class PrefixOrder:
             arc = self._take_more(arc)
         return arc.slice.left()[:limit].astype(np.int64)
 
-    def advance(self, count: int, who: str = "") -> None:
+    def advance(self, count: int, who: str = "", *, front: bool = True) -> None:
         """Drop the first `count` of what `peek` showed."""
-        if self._front:
+        if front and self._front:
             rest = self._front.popleft()[count:]
             if len(rest):
                 self._front.appendleft(rest)
         else:
             self._arc_of(who).slice.at += count
+
+    def remove(self, tasks: Sequences) -> None:
+        """Take these out, wherever they are; all of the order is looked at."""
+        self._front = deque(
+            part for piece in self._front if len(part := piece[~np.isin(piece, tasks)])
+        )
+        for arc in self._arcs:
+            for run in arc.runs:
+                keys, held = run.left()
+                stays = ~np.isin(held, tasks)
+                run.keys, run.tasks, run.at = keys[stays], held[stays], 0
+            arc.lap = [run for run in arc.lap if len(run)]
+            arc.next_lap = [run for run in arc.next_lap if len(run)]
 
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
         """Everything but the front in another order, as one arc."""
@@ -233,6 +247,11 @@ class PrefixOrder:
     @property
     def has_front(self) -> bool:
         return bool(self._front)
+
+    @property
+    def first_piece(self) -> Sequences:
+        """What goes out before anything else; empty if nothing came back."""
+        return self._front[0] if self._front else NOTHING
 
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""

@@ -512,7 +512,7 @@ class Owner:
         facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
         self._log(facts)
         if grant is None:
-            return None, self.core.hold_reason
+            return None, self.core.why_held(name)
         frames, _ = self.core.state.index.locate(grant.tasks)
         self._require_written([int(frames.max())])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)

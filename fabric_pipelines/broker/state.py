@@ -72,6 +72,7 @@ PLAIN = (
     "engines",
     "computed_padded_tokens",
     "classes",
+    "suspects",
 )
 
 
@@ -148,9 +149,12 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.suspects: dict[
+            int, int
+        ] = {}  # tasks that may have ended a worker: the piece each is in
         self.classes: dict[
             str, int
-        ] = {}  # of consumers, that found a task too large; numbers of `refused_by`
+        ] = {}  # that found a task too large: the numbers in `refused_by`
 
     # -- applying facts
 
@@ -290,6 +294,7 @@ class State:
         self.computed_padded_tokens += fact.padded_tokens
         large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
+        self._clear(fact.tasks)
         rows = np.flatnonzero(~(again | large))
         back, done = fact.tasks[again], fact.tasks[rows]
         self._end_lease(fact.tasks)
@@ -341,6 +346,7 @@ class State:
         tasks = fact.tasks
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
         self.index.verdict[tasks] = Verdict.REFUSED
+        self._clear(tasks)
         effects.computed = tasks
 
     def _returned(self, fact: Returned, effects: Effects) -> None:
@@ -356,23 +362,47 @@ class State:
         code = "LeaseExpired" if fact.expired else "GivenBack"
         self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
+        self._clear(tasks[dead])
         back, leases = tasks[~dead], leases[~dead]
         self._move(back, (LEASED, IN_DOUBT), READY, "EXPIRE or NACK")
         in_doubt = leases < 0
-        effects.runs += self.runs_of(back[in_doubt])
         self._pieces(back[~in_doubt], leases[~in_doubt], fact.started, effects)
+        doubtful = back[in_doubt]
+        effects.pieces += self.suspect_pieces(doubtful)
+        effects.runs += self.runs_of(self.unsuspected(doubtful))
 
     def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
-        """By lease and lane, in prefix order. Work that had started may hold a task that
-        kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
+        """By lease and lane, in prefix order. Work that had started may hold a task that kills its worker:
+        halved each time, it is alone after log2(n) rounds and blamed only then."""
         lanes = self.index.lane[tasks]
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
             piece = tasks[(leases == lease) & (lanes == lane)]
             piece = piece[np.argsort(self.index.key[piece], kind="stable")]
             middle = (len(piece) + 1) // 2 if halve else len(piece)
-            effects.pieces += [
-                (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)
-            ]
+            parts = [part for part in (piece[:middle], piece[middle:]) if len(part)]
+            effects.pieces += [(lane, part) for part in parts]
+            for half, part in enumerate(parts if halve else ()):
+                self.suspects.update(dict.fromkeys(part.tolist(), 2 * lease + half))
+
+    def _clear(self, tasks: Sequences) -> None:
+        """Somebody reported on these: they ended nothing, or are dead of it."""
+        if self.suspects:
+            for task in tasks.tolist():
+                self.suspects.pop(task, None)
+
+    def suspect_pieces(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """Those of `tasks` under suspicion as (lane, piece), each as it is to go out: by itself."""
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for task in tasks.tolist() if self.suspects else ():
+            if task in self.suspects:
+                lane = int(self.index.lane[task])
+                pieces.setdefault((self.suspects[task], lane), []).append(task)
+        return [(lane, np.array(pieces[at, lane], np.int64)) for at, lane in sorted(pieces)]
+
+    def unsuspected(self, tasks: Sequences) -> Sequences:
+        if not self.suspects:
+            return tasks
+        return tasks[~np.isin(tasks, np.fromiter(self.suspects, np.int64, len(self.suspects)))]
 
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
