@@ -60,6 +60,15 @@ class Settings:
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )
+    write_rate_floor_bytes: int = _setting(
+        1_000_000, "write cost a second that bulk results always get, also without signals"
+    )
+    write_rate_most_bytes: int = _setting(
+        0, "write cost a second that they never exceed; 0: what the database takes"
+    )
+    replication_lag_bytes: int = _setting(
+        64 << 20, "a standby further behind than this slows bulk results down"
+    )
     lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
     attempts_max: int = _setting(3, "failed attempts after which a task is dead")
     metrics_port: int = _setting(
