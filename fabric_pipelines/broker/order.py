@@ -225,9 +225,8 @@ class PrefixOrder:
         )
         for arc in self._arcs:
             for run in arc.runs:
-                keys, held = run.left()
-                stays = ~np.isin(held, tasks)
-                run.keys, run.tasks, run.at = keys[stays], held[stays], 0
+                held = run.left()
+                run.tasks, run.at = held[~np.isin(held, tasks)], 0
             arc.lap = [run for run in arc.lap if len(run)]
             arc.next_lap = [run for run in arc.next_lap if len(run)]
 
