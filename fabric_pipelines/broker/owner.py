@@ -54,7 +54,7 @@ from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
-from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock, ForwardWall
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
@@ -113,6 +113,7 @@ class Owner:
         from here on. Without `checkpoints` the log is replayed whole and no space in it is ever freed."""
         self.journal, self.clock, self.limits = journal, clock, limits
         self.journal_high_water = journal_high_water
+        self._wall = ForwardWall(clock)
         self._checkpoints = checkpoints
         self.restored = restored = restore(journal, checkpoints)
         state = restored.state
@@ -236,7 +237,7 @@ class Owner:
         refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
-            "time_us": self.clock.wall_us(),
+            "time_us": self._wall.us(),
             "essential": not refusable,
             "spare_last": isinstance(fact, Computed),
         }
@@ -326,6 +327,7 @@ class Owner:
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
                 "fsyncs": self.fsyncs,
+                "clock_steps_back": self._wall.steps_back,
                 **(self.upkeep.counters if self.upkeep is not None else {}),
                 **(self.scrubbing.counters if self.scrubbing is not None else {}),
                 **(self.tiering.counters if self.tiering is not None else {}),
