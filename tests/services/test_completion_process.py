@@ -58,7 +58,7 @@ class Machine:
             assert process.stdout is not None
             line = process.stdout.readline()
             if "ready" not in line:
-                pytest.fail(f"{module} is not ready: {line}{process.communicate()[1]}")
+                pytest.fail(f"{module} is not ready: {line}{process.communicate(timeout=60)[1]}")
         return process
 
     def client(self, role: str) -> BrokerClient:
@@ -180,7 +180,7 @@ def test_a_completion_killed_in_mid_landing_is_replaced_and_nothing_is_lost_or_d
         first = machine.start("completion", ready=False)
         eventually(_waits_for_lock(database), within_s=20, what="a landing that waits for the lock")
         first.kill()
-        first.wait()
+        first.wait(timeout=60)
         blocker.execute("rollback")
     machine.start("completion")
     _require_every_task_once(machine, database, submission)
@@ -194,7 +194,7 @@ def test_completion_goes_on_after_the_broker_was_killed_and_started_again(
     submission = machine.submit()
     machine.compute(at_most=100)
     broker.kill()
-    broker.wait()
+    broker.wait(timeout=60)
     machine.start("broker")
     machine.compute()
     _require_every_task_once(machine, database, submission)
@@ -238,7 +238,7 @@ def test_a_broker_with_another_journal_ends_completion_with_the_refusal(
     machine.compute()
     eventually(lambda: results.counts(database)["generate"], within_s=20, what="rows have landed")
     broker.kill()
-    broker.wait()
+    broker.wait(timeout=60)
     machine.environment["FABRIC_HOME"] += "/other"
     Path(machine.environment["FABRIC_HOME"]).mkdir()
     machine.start("broker")
