@@ -42,10 +42,11 @@ class TurnedClock:
     """Time moves when the test says so."""
 
     seconds: float = 1000.0
+    stepped_s: float = 0.0  # of the wall clock alone, as an operator or NTP may set it
 
     @property
     def clock(self) -> Clock:
-        return Clock(lambda: self.seconds, lambda: round(self.seconds * 1e6))
+        return Clock(lambda: self.seconds, lambda: round((self.seconds + self.stepped_s) * 1e6))
 
 
 @dataclass

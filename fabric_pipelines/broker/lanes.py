@@ -58,7 +58,7 @@ class Lane:
     generation: int = 1
     step: Step = Step.ACTIVE
     producers: set[int] = field(default_factory=set)
-    order: PrefixOrder = field(default_factory=PrefixOrder)
+    order: PrefixOrder = field(init=False)  # see State.add_lane
     waiting: bool = False  # is in a heap of its engine
 
     @property

@@ -36,6 +36,7 @@ from fabric_pipelines.broker.facts import (
 from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
+from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
@@ -52,7 +53,7 @@ from fabric_pipelines.broker.replies import (
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
-from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock, ForwardWall
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
@@ -97,6 +98,7 @@ class Owner:
         limits: Limits,
         *,
         journal_high_water: int = 8 << 30,
+        tenant_high_water: int = 0,
         clock: Clock = SYSTEM_CLOCK,
         checkpoints: Checkpoints | None = None,
         checkpoint_bytes: int = 256 << 20,
@@ -106,12 +108,14 @@ class Owner:
         from here on. Without `checkpoints` the log is replayed whole and no space in it is ever freed."""
         self.journal, self.clock, self.limits = journal, clock, limits
         self.journal_high_water = journal_high_water
+        self._wall = ForwardWall(clock)
         self._checkpoints = checkpoints
         self.restored = restored = restore(journal, checkpoints)
         state = restored.state
         restarted = state.frames > 0
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
+        self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self.draining = False
@@ -214,7 +218,7 @@ class Owner:
         refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
-            "time_us": self.clock.wall_us(),
+            "time_us": self._wall.us(),
             "essential": not refusable,
             "spare_last": isinstance(fact, Computed),
         }
@@ -304,6 +308,7 @@ class Owner:
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
                 "fsyncs": self.fsyncs,
+                "clock_steps_back": self._wall.steps_back,
                 **(self.upkeep.counters if self.upkeep is not None else {}),
                 **(self.scrubbing.counters if self.scrubbing is not None else {}),
             },
@@ -380,7 +385,7 @@ class Owner:
     def open_submission(self, header: Submission) -> SubmissionState:
         facts = self.core.open(header)
         if facts:
-            self._require_room()
+            self._require_room(header.tenant)
         self._log(facts)
         return self._state_of(header.submission_id)
 
@@ -389,7 +394,7 @@ class Owner:
         SubmissionConflict if its id means something else, Backpressure if it is new and there is no room."""
         if not self.core.open(header):
             return self._state_of(header.submission_id)
-        self._require_room()
+        self._require_room(header.tenant)
         return unopened(header)
 
     def _open_with(self, upload: TaskUpload, header: Submission) -> None:
@@ -399,7 +404,7 @@ class Owner:
             raise UsageError(
                 f"submission {upload.submission_id[:12]} begins at row 0, not at {upload.first_row}"
             )
-        self._require_room()
+        self._require_room(header.tenant)
         size = sum(len(part) for fact in opening for part in fact.encode())
         size += pa.ipc.get_record_batch_size(upload.batch) + FRAME_MARGIN_BYTES
         if self.dirty and self._group_bytes + size > GROUP_BYTES:
@@ -424,9 +429,11 @@ class Owner:
             upload.submission_id, upload.first_row, upload.batch, tokens
         )
         if fresh is not None:
-            self._require_room()
+            tenant = self.core.known(upload.submission_id).header.tenant
+            self._require_room(tenant)
             whole = fresh.num_rows == upload.batch.num_rows
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
+            self.quota.charge(tenant, fresh.nbytes)
             content = upload.content if whole else None
             self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
@@ -458,7 +465,12 @@ class Owner:
         assert found is not None
         return found
 
-    def _require_room(self) -> None:
+    def _held_by_tenant(self) -> dict[str, int]:
+        self.write()  # a frame of the open group has no size yet
+        return held_bytes(self.core.state, self.journal)
+
+    def _require_room(self, tenant: str) -> None:
+        self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
             raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
         used, mark = self.journal.bytes_used, self.journal_high_water
@@ -500,7 +512,7 @@ class Owner:
         facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
         self._log(facts)
         if grant is None:
-            return None, self.core.hold_reason
+            return None, self.core.why_held(name)
         frames, _ = self.core.state.index.locate(grant.tasks)
         self._require_written([int(frames.max())])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
-from fabric_pipelines.broker.index import COLUMNS, FACTS, Growing, TaskIndex
+from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
 from fabric_pipelines.ids import canonical_json
@@ -75,7 +75,7 @@ def take(state: State) -> Snapshot:
 
 def _head(state: State) -> bytes:
     # what is empty in nearly every journal is left out, as it was before it existed
-    rare = {"classes": list(state.classes)}
+    rare = {"classes": list(state.classes), "suspects": sorted(state.suspects.items())}
     return canonical_json(
         {name: value for name, value in rare.items() if value}
         | {
@@ -125,6 +125,7 @@ def restore(snapshot: Snapshot) -> State:
     state.engines = {name: at for at, name in enumerate(head["engines"])}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
+    state.suspects = dict(head.get("suspects", ()))
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
@@ -153,7 +154,7 @@ def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> 
     index.reserve(count + SPARE_ROWS)
     index.count = count
     for name in FACTS:
-        getattr(index, name)[:count] = columns[name].astype(COLUMNS[name], copy=False)
+        index.load(name, columns[name])
     index.base = Growing.of(columns["base"])
     index.frames = Growing.of(columns["frames"])
     index.done_frames = Growing.of(columns["done_frames"])

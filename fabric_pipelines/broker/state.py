@@ -31,7 +31,6 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
     only,
-    recount,
 )
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -52,7 +51,9 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
 from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
+from fabric_pipelines.broker.order import PrefixOrder
 from fabric_pipelines.broker.prefix import prefix_keys
+from fabric_pipelines.broker.recount import Recounter
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
@@ -71,6 +72,7 @@ PLAIN = (
     "engines",
     "computed_padded_tokens",
     "classes",
+    "suspects",
 )
 
 
@@ -128,6 +130,7 @@ class State:
         self.incarnation = incarnation
         self.index = TaskIndex()
         self.accounts = Accounts()
+        self.recounter = Recounter(incarnation << SEQUENCE_BITS)
         self.lanes: list[Lane] = []
         self.refused: list[Lane] = []  # those with a `refused_by`
         self.submissions: list[SubmissionRecord] = []
@@ -146,9 +149,12 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.suspects: dict[
+            int, int
+        ] = {}  # tasks that may have ended a worker: the piece each is in
         self.classes: dict[
             str, int
-        ] = {}  # of consumers, that found a task too large; numbers of `refused_by`
+        ] = {}  # that found a task too large: the numbers in `refused_by`
 
     # -- applying facts
 
@@ -216,9 +222,10 @@ class State:
         found, inverse = np.unique(columns.shape, return_inverse=True)
         lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
         index = self.index
-        index.lane[new], index.submission[new] = lanes, record.index
-        index.prompt[new] = columns.prompt
-        index.new[new] = np.minimum(columns.new, np.iinfo(np.int32).max)
+        index.put("lane", new, lanes)
+        index.put("submission", new, record.index)
+        index.put("prompt", new, columns.prompt)
+        index.put("new", new, np.minimum(columns.new, np.iinfo(np.int32).max))
         index.key[new] = columns.key
         self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
         add_counts(self.engine_ready, self.lane_engine.view[lanes], 1)
@@ -249,6 +256,7 @@ class State:
         return lane.index
 
     def add_lane(self, lane: Lane) -> None:
+        lane.order = PrefixOrder(self.index.keys_of)
         self.lanes.append(lane)
         if lane.key.refused_by:
             self.refused.append(lane)
@@ -274,8 +282,8 @@ class State:
         self, lease_id: int, session: str, tasks: Sequences, allowed: tuple[int, ...]
     ) -> None:
         self._move(tasks, allowed, LEASED, "LEASE")
-        self.index.lease[tasks] = lease_id
-        self.index.holder[tasks] = self.sessions.setdefault(session, len(self.sessions))
+        self.index.put("lease", tasks, lease_id)
+        self.index.put("holder", tasks, self.sessions.setdefault(session, len(self.sessions)))
         self.leases[lease_id] = OpenLease(session, tasks, len(tasks))
         self.session_leases.setdefault(session, set()).add(lease_id)
         self.next_lease = max(self.next_lease, lease_id + 1)
@@ -286,14 +294,15 @@ class State:
         self.computed_padded_tokens += fact.padded_tokens
         large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
+        self._clear(fact.tasks)
         rows = np.flatnonzero(~(again | large))
         back, done = fact.tasks[again], fact.tasks[rows]
         self._end_lease(fact.tasks)
         self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
         self.index.verdict[done] = fact.verdicts[rows]
-        self.index.done[done] = frame
-        self.index.done_row[done] = rows
-        self.index.output[done] = fact.output_tokens[rows]
+        self.index.put("done", done, frame)
+        self.index.put("done_row", done, rows)
+        self.index.put("output", done, fact.output_tokens[rows])
         effects.computed = done
         if len(back):
             self._move(back, (LEASED, IN_DOUBT), READY, "COMPUTED")
@@ -315,7 +324,8 @@ class State:
         bit = 1 << self.classes.setdefault(kind, len(self.classes))
         index = self.index
         self._move(tasks, (LEASED, IN_DOUBT), READY, "COMPUTED")
-        index.done[tasks], index.done_row[tasks] = frame, np.flatnonzero(large)
+        index.put("done", tasks, frame)
+        index.put("done_row", tasks, np.flatnonzero(large))
         for at in distinct(index.lane[tasks]).tolist():
             old = self.lanes[at]
             mine = tasks[index.lane[tasks] == at]
@@ -328,7 +338,7 @@ class State:
         index = self.index
         prompt = index.prompt[tasks].astype(np.int64)
         self.accounts.transfer(index.lane[tasks], self.task_ids(tasks), prompt, READY, new.index)
-        index.lane[tasks] = new.index
+        index.put("lane", tasks, new.index)
         effects.lanes |= {old.index, new.index}
         self._require_balance(np.array([old.index, new.index], np.int32))
 
@@ -336,6 +346,7 @@ class State:
         tasks = fact.tasks
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
         self.index.verdict[tasks] = Verdict.REFUSED
+        self._clear(tasks)
         effects.computed = tasks
 
     def _returned(self, fact: Returned, effects: Effects) -> None:
@@ -346,33 +357,56 @@ class State:
         dead = verdicts == Verdict.FAILED
         self._move(tasks[dead], (LEASED, IN_DOUBT), COMPUTED, "EXPIRE or NACK")
         self.index.verdict[tasks[dead]] = Verdict.FAILED
-        self.index.done[
-            tasks[dead]
-        ] = -1  # what a class refused it for earlier is not what it died of
+        # what a class refused it for earlier is not what it died of
+        self.index.put("done", tasks[dead], -1)
         code = "LeaseExpired" if fact.expired else "GivenBack"
         self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
+        self._clear(tasks[dead])
         back, leases = tasks[~dead], leases[~dead]
         self._move(back, (LEASED, IN_DOUBT), READY, "EXPIRE or NACK")
         in_doubt = leases < 0
-        effects.runs += self.runs_of(back[in_doubt])
         self._pieces(back[~in_doubt], leases[~in_doubt], fact.started, effects)
+        doubtful = back[in_doubt]
+        effects.pieces += self.suspect_pieces(doubtful)
+        effects.runs += self.runs_of(self.unsuspected(doubtful))
 
     def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
-        """By lease and lane, in prefix order. Work that had started may hold a task that
-        kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
+        """By lease and lane, in prefix order. Work that had started may hold a task that kills its worker:
+        halved each time, it is alone after log2(n) rounds and blamed only then."""
         lanes = self.index.lane[tasks]
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
             piece = tasks[(leases == lease) & (lanes == lane)]
             piece = piece[np.argsort(self.index.key[piece], kind="stable")]
             middle = (len(piece) + 1) // 2 if halve else len(piece)
-            effects.pieces += [
-                (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)
-            ]
+            parts = [part for part in (piece[:middle], piece[middle:]) if len(part)]
+            effects.pieces += [(lane, part) for part in parts]
+            for half, part in enumerate(parts if halve else ()):
+                self.suspects.update(dict.fromkeys(part.tolist(), 2 * lease + half))
+
+    def _clear(self, tasks: Sequences) -> None:
+        """Somebody reported on these: they ended nothing, or are dead of it."""
+        if self.suspects:
+            for task in tasks.tolist():
+                self.suspects.pop(task, None)
+
+    def suspect_pieces(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """Those of `tasks` under suspicion as (lane, piece), each as it is to go out: by itself."""
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for task in tasks.tolist() if self.suspects else ():
+            if task in self.suspects:
+                lane = int(self.index.lane[task])
+                pieces.setdefault((self.suspects[task], lane), []).append(task)
+        return [(lane, np.array(pieces[at, lane], np.int64)) for at, lane in sorted(pieces)]
+
+    def unsuspected(self, tasks: Sequences) -> Sequences:
+        if not self.suspects:
+            return tasks
+        return tasks[~np.isin(tasks, np.fromiter(self.suspects, np.int64, len(self.suspects)))]
 
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
-        self.index.lease[tasks] = -1
+        self.index.put("lease", tasks, -1)
         for lease_id in distinct(leases).tolist():
             if lease_id < 0:
                 continue
@@ -395,7 +429,7 @@ class State:
     def _started(self) -> None:
         leased = self.in_state(LEASED)
         self._move(leased, (LEASED,), IN_DOUBT, "STARTED")
-        self.index.lease[leased] = -1
+        self.index.put("lease", leased, -1)
         self.leases.clear()
         self.session_leases.clear()
 
@@ -421,8 +455,8 @@ class State:
         settled = (index.state[tasks] == RETIRED) | (index.state[tasks] == DEAD)
         if settled.any() or (index.done[tasks] < 0).any():
             raise BalanceBroken("a MOVE_COMPUTED fact names a task without an outcome to land")
-        index.done[tasks] = index.done_frames.count
-        index.done_row[tasks] = np.arange(len(tasks))
+        index.put("done", tasks, index.done_frames.count)
+        index.put("done_row", tasks, np.arange(len(tasks)))
         index.done_frames.append(lsn)
 
     # -- moving tasks
@@ -495,14 +529,7 @@ class State:
 
     def audit(self) -> list[str]:
         """Differences between the accounts and a recount over the state of every task."""
-        count, index = self.index.count, self.index
-        fresh = recount(
-            index.state[:count],
-            index.lane[:count],
-            index.prompt[:count].astype(np.int64),
-            self.task_ids(np.arange(count, dtype=np.int64)),
-            len(self.lanes),
-        )
+        fresh = self.recounter.recount(self.index, len(self.lanes))
         return self.accounts.differences(fresh, [lane.name for lane in self.lanes])
 
     def differences(self, other: State) -> list[str]:

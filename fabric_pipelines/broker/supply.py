@@ -21,6 +21,9 @@ from fabric_pipelines.broker.state import Effects, State
 from fabric_pipelines.records.batch import Budget
 
 Sequences = npt.NDArray[np.int64]
+NO_PLACES: Sequences = np.zeros(0, np.int64)
+PASSED_OVER_MAX = 64
+SUSPECTS_ALONE = "work that may have ended a worker goes out by itself: finish what is held first"
 SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
 
 
@@ -41,13 +44,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one.
-    tenant: the one it serves, None for all."""
+    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one. busy: it
+    holds leased tasks. tenant: the one it serves, None for all."""
 
     name: str
     engine: str
     refuser: int
     consumers: int
+    busy: bool
     tenant: str | None = None
 
 
@@ -59,6 +63,7 @@ class _View:
     who: str
     seen: Sequences
     at: npt.NDArray[np.int64]
+    front: bool = True
 
     @property
     def tasks(self) -> Sequences:
@@ -70,6 +75,8 @@ class Supply:
         self._state = state
         self._merge_waste = merge_waste
         self._queues: dict[str, LaneQueue] = {}
+        self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
+        self.held_back = ""  # why the last one who asked got nothing although work is ready for it
 
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""
@@ -82,9 +89,13 @@ class Supply:
             self._state.lanes[at].order.add(keys, tasks)
             self._offer(self._state.lanes[at])
         for at, tasks in effects.pieces:
-            fresh = tasks[~queued[tasks]]
-            queued[fresh] = True
-            self._state.lanes[at].order.add_front(fresh)
+            old = tasks[queued[tasks]]
+            if len(
+                old
+            ):  # claimed while in the order: from its old place it would go out among others
+                self._state.lanes[at].order.remove(old)
+            queued[tasks] = True
+            self._state.lanes[at].order.add_front(tasks)
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
@@ -103,7 +114,8 @@ class Supply:
 
     def grant(self, asker: Asker, current: Lane | None, budget: Budget) -> Grant | None:
         """The next lease of a session, which was last served from `current`; its tasks leave the order.
-        None when nothing is ready for it."""
+        None when nothing is ready for it, or it is held back."""
+        self.held_back = ""
         queue, who, consumers = self._queues.get(asker.engine), asker.name, asker.consumers
         if queue is None:
             return None
@@ -116,10 +128,34 @@ class Supply:
             current.order.release(who)
         if not lane.key.length:
             self._arrange(lane, budget.sequences, consumers)
-        grant = self._cut(queue, lane, fair, who)
+        front = self._front_is_for(lane, asker)
+        grant = self._cut(queue, lane, fair, who, front=front)
+        if grant is None:
+            self.held_back = SUSPECTS_ALONE
+            return None
         lengths = self._state.index.prompt[grant.tasks]
         queue.charge(lane.key.tenant, int(lengths.sum()))
         return grant
+
+    def _front_is_for(self, lane: Lane, asker: Asker) -> bool:
+        """What may have ended a worker goes out by itself, to a session that holds nothing: whatever ends that
+        one was in the piece. Others pass it over, but not for ever."""
+        suspects = self._state.suspects
+        piece = self._first_piece(lane) if suspects else NO_PLACES
+        if not asker.busy or not any(task in suspects for task in piece.tolist()):
+            self._passed_over.pop(lane.index, None)
+            return True
+        passed = self._passed_over[lane.index] = self._passed_over.get(lane.index, 0) + 1
+        return passed > PASSED_OVER_MAX
+
+    def _first_piece(self, lane: Lane) -> Sequences:
+        """What is still ready of the next thing that came back; pieces of which nothing is are dropped."""
+        while len(piece := lane.order.first_piece):
+            ready: Sequences = piece[self._state.index.state[piece] == READY]
+            if len(ready):
+                return ready
+            self._take(_View(lane, SHARED_WALK, piece, NO_PLACES), 0)
+        return piece
 
     def _arrange(self, lane: Lane, sequences: int, consumers: int) -> None:
         """The end of a draining lane of packed work goes by output, not by prefix."""
@@ -144,10 +180,15 @@ class Supply:
         for lane in self._state.lanes:
             lane.order.release(who)
 
-    def _cut(self, queue: LaneQueue, lane: Lane, budget: Budget, who: str) -> Grant:
-        """The next batch of a lane that has ready tasks."""
+    def _cut(
+        self, queue: LaneQueue, lane: Lane, budget: Budget, who: str, *, front: bool
+    ) -> Grant | None:
+        """The next batch of a lane that has ready tasks; without `front`, of those that came from no lease. None
+        if there are none."""
         index = self._state.index
-        view = self._look(lane, budget.sequences, who)
+        view = self._look(lane, budget.sequences, who, front=front)
+        if view is None:
+            return None
         tasks = view.tasks
         prompt, shared = index.prompt[tasks].astype(np.int64), self._shared(lane, tasks)
         count = pack(
@@ -172,8 +213,10 @@ class Supply:
             if count >= budget.sequences:
                 break
             if not lane.order.has_front:
-                views.append(self._look(lane, budget.sequences - count, SHARED_WALK))
-                count += len(views[-1].at)
+                view = self._look(lane, budget.sequences - count, SHARED_WALK)
+                assert view is not None
+                views.append(view)
+                count += len(view.at)
         count = merge(
             self._state.index.prompt[np.concatenate([view.tasks for view in views])],
             len(home.at),
@@ -189,15 +232,19 @@ class Supply:
             count -= given
         return np.concatenate(parts)
 
-    def _look(self, lane: Lane, limit: int, who: str) -> _View:
-        """Entries of the order that are no longer ready are dropped on the way."""
+    def _look(self, lane: Lane, limit: int, who: str, *, front: bool = True) -> _View | None:
+        """Entries of the order that are no longer ready are dropped on the way. None, which only happens without
+        `front`: nothing is ready."""
         who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
         while True:
-            seen = lane.order.peek(limit, who)
+            seen = lane.order.peek(limit, who, front=front)
+            if not len(seen) and not front:
+                return None
             assert len(seen), (
                 f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
             )
-            view = _View(lane, who, seen, np.flatnonzero(self._state.index.state[seen] == READY))
+            at = np.flatnonzero(self._state.index.state[seen] == READY)
+            view = _View(lane, who, seen, at, front)
             if len(view.at):
                 return view
             self._take(view, 0)
@@ -206,7 +253,7 @@ class Supply:
         """The first `count` ready ones of a view leave the order, and the stale ones between them."""
         used = len(view.seen) if count == len(view.at) else int(view.at[count])
         self._state.index.queued[view.seen[:used]] = False
-        view.lane.order.advance(used, view.who)
+        view.lane.order.advance(used, view.who, front=view.front)
         return view.tasks[:count]
 
     def _shared(self, lane: Lane, tasks: Sequences) -> npt.NDArray[np.int64]:
