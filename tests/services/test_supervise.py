@@ -25,6 +25,7 @@ from fabric_pipelines.supervise import (
     control,
     supervisor,
 )
+from fabric_pipelines.supervise.ground import forget_words
 from fabric_pipelines.supervise.orphans import marked
 from fabric_pipelines.supervise.place import Place
 
@@ -44,6 +45,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     yield made
     supervise.down(made)
     assert left_over(made) == []
+    forget_words(Place.of(made))
     shutil.rmtree(made.runtime_dir, ignore_errors=True)
 
 
