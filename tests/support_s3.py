@@ -38,7 +38,7 @@ def seaweed(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port[3]}"
     finally:
         server.kill()  # it takes half a minute to say goodbye to itself
-        server.wait()
+        server.wait(timeout=60)
 
 
 def environment_of(endpoint: str) -> dict[str, str]:
