@@ -49,7 +49,7 @@ def _assassin(database: Database, seed: int) -> Iterator[list[int]]:
         yield kills
     finally:
         done.set()
-        thread.join()
+        thread.join(timeout=60)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
