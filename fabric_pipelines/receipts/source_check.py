@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.dataplane.vectors import (
-    BUCKETS,
-    ContentHash,
-    SourceRows,
-    SourceState,
-)
+from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash
+from fabric_pipelines.dataplane.source import SourceRows, SourceState
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.shard import Shard

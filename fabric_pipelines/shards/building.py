@@ -26,7 +26,8 @@ import pyarrow as pa
 from fabric_pipelines import __version__
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ShardLease, Source
+from fabric_pipelines.dataplane.source import Source
+from fabric_pipelines.dataplane.vectors import ShardLease
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed, TransientError, UsageError
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.blocks import map_array

@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.dataplane.vectors import (
-    GenerationRow,
-    ReceiptRow,
-    ShardLease,
-    Source,
-    SourceRows,
-    SourceState,
-    content_hash,
-)
+from fabric_pipelines.dataplane.content_hash import content_hash
+from fabric_pipelines.dataplane.source import Source, SourceRows, SourceState
+from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow, ShardLease
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, UsageError
 
 
