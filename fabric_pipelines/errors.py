@@ -152,6 +152,14 @@ class DeviceRefused(Refused):
     pass
 
 
+class WrongRole(Refused):
+    pass
+
+
+class WrongTenant(Refused):
+    pass
+
+
 class FencingLost(Refused):
     pass
 

@@ -38,11 +38,14 @@ def sequence_of(task: int) -> int:
     return task & SEQUENCE_MAX
 
 
+_canonical = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+).encode  # one encoder: making it takes as long as a small value
+
+
 def canonical_json(value: Any) -> bytes:
     """One byte string per value: sorted keys, no spaces, UTF-8, no NaN (RFC 8785 for the subset we use)."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
+    return _canonical(value).encode()
 
 
 def digest(value: Any) -> str:

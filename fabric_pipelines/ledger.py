@@ -19,16 +19,25 @@ import numpy.typing as npt
 from fabric_pipelines.errors import BalanceBroken
 
 MASK64 = (1 << 64) - 1
+_ADD, _TIMES_1, _TIMES_2 = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_BY_30, _BY_27, _BY_31 = map(np.uint64, (30, 27, 31))
 
 
 def hash64(task_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """splitmix64 finaliser of each id (Steele, Lea, Flood 2014); a bijection, so ids never collide."""
     x = task_ids.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x += _ADD
+    y = x >> _BY_30
+    x ^= y
+    x *= _TIMES_1
+    np.right_shift(x, _BY_27, out=y)
+    x ^= y
+    x *= _TIMES_2
+    np.right_shift(x, _BY_31, out=y)
+    x ^= y
+    return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from fabric_pipelines.errors import (
     UsageError,
     storage_failed,
 )
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.settings import Settings, make_runtime_folder
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines.registry import engine_spec
@@ -118,9 +120,9 @@ class QuickstartReport:
                 "Where things are:",
                 *screen.pairs(self.paths, indent="  "),
                 "",
-                "What to do next:",
+                "What to do next; the first starts what the others read from:",
                 *screen.pairs(self._next(), indent="  "),
-                f"  {SQL}",
+                *([f"  {SQL}"] if shutil.which("psql") else []),
             ]
         )
 
@@ -165,6 +167,7 @@ class QuickstartReport:
             "fabric up": "services and the UI with this run",
             "fabric results generate --out x.parquet": "all rows of one function as a file",
             f"fabric receipt verify {self.receipt_id[:RECEIPT_SHOWN]}": "the index against its rows",
+            "fabric status": "tasks by state, balance, processes",
             **(dev if Path("workspace.yaml").exists() else {}),
         }
 
@@ -283,15 +286,16 @@ def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
     progress.say("starting Postgres, broker, completion and three workers")
     # the twelve lines of what starts and runs are `fabric up`'s; here a failed one names itself
     supervise.up(settings, ui=False, engines=ENGINES, say=lambda line: None)
-    try:
-        yield
-    finally:
-        supervise.down(settings)
+    with CTRL_C.letting_go(lambda: supervise.let_go(settings)):
+        try:
+            yield
+        finally:
+            supervise.down(settings)
 
 
 def _require_workers(settings: Settings) -> None:
     """Somebody else's services may lack an engine; the run would wait for it without end."""
-    with BrokerClient(settings.broker_endpoint, role="producer") as client:
+    with BrokerClient.of(settings, role="producer") as client:
         there = {str(consumer["engine"]) for consumer in client.status().consumers}
     if missing := [engine for engine in ENGINES if engine not in there]:
         raise UsageError(
@@ -347,7 +351,7 @@ def _watch(
     while not last:
         last = done.wait(POLL_S)
         try:
-            with BrokerClient(settings.broker_endpoint, role="producer") as client:
+            with BrokerClient.of(settings, role="producer") as client:
                 for bar, items in by_bar.items():
                     progress.advance_to(bar, sum(_tokens_done(client, item) for item in items))
         except FabricError as fault:
@@ -448,7 +452,7 @@ def _settled(settings: Settings, prepared: Mapping[str, Prepared]) -> int:
 def _broker_facts(
     settings: Settings, prepared: Mapping[str, Prepared]
 ) -> tuple[list[SubmissionState], BrokerStatus]:
-    with BrokerClient(settings.broker_endpoint, role="producer") as client:
+    with BrokerClient.of(settings, role="producer") as client:
         states = [client.submission(item.submission.submission_id) for item in prepared.values()]
         return [state for state in states if state is not None], client.status()
 

@@ -15,12 +15,22 @@ from typing import Any
 GAP = "  "
 COLUMN_LEAST = 8  # a column cut further says nothing
 NAMES_NOT_AMOUNTS = {
-    "pid",
-    "relation_oid",
-    "server_version",
-    "seed",
-    "port",
-}  # no separators in these
+    *(
+        "id",
+        "ids",
+        "pid",
+        "oid",
+        "lsn",
+        "xid",
+        "version",
+        "seed",
+        "port",
+        "row",
+        "offset",
+        "generation",
+    ),
+    *("incarnation", "fingerprint", "number"),
+}  # a number whose name ends with one of these words is copied, not read: no separators in it
 WORDS_MAX = 40  # of a longer list only the length is shown
 SENTENCE_LEAST = 40  # a longer text in a list is a sentence, not a word
 
@@ -47,10 +57,10 @@ def size(count: int) -> str:
 
 def value(item: Any, name: str = "") -> str:
     """Numbers with separators and four digits, nothing for None, the rest as it is."""
-    if name in NAMES_NOT_AMOUNTS:
-        return "" if item is None else str(item)
     if item is None:
         return ""
+    if is_name(name):
+        return str(item)
     if isinstance(item, bool):
         return "yes" if item else "no"
     if isinstance(item, int):
@@ -58,6 +68,11 @@ def value(item: Any, name: str = "") -> str:
     if isinstance(item, float):
         return f"{item:.3e}" if item and abs(item) < 1e-3 else f"{item:,.4g}"
     return str(item)
+
+
+def is_name(name: str) -> bool:
+    """Whether numbers under this name tell which one, not how many."""
+    return name.replace(" ", "_").rpartition("_")[2] in NAMES_NOT_AMOUNTS
 
 
 def pairs(facts: Mapping[str, str], *, indent: str = "") -> list[str]:
@@ -178,7 +193,7 @@ def _fact(name: str, item: Any, room: int, margin: str) -> str:
     if isinstance(item, list) and item:
         if len(item) > WORDS_MAX:
             return f"{len(item):,} values"
-        joined = ", ".join(value(part) for part in item)
+        joined = ", ".join(value(part, name) for part in item)
         return margin.join(textwrap.wrap(joined, max(room, 20), break_long_words=False))
     return value(item, name) if item not in (None, "", [], {}) else "-"
 

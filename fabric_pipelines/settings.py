@@ -37,6 +37,13 @@ class Settings:
     pg_url: str = _setting("", "a Postgres server (>= 15); empty: the embedded one under home")
     lake: str = _setting("", "folder or s3:// URL for artifacts; empty: <home>/lake")
     broker_url: str = _setting("", "Arrow Flight endpoint; empty: a Unix socket of this home")
+    broker_listen: str = _setting(
+        "",
+        "grpc+tls://address:port where the broker serves other machines too; empty: this one only",
+    )
+    tls_ca: str = _setting("", "PEM file of the private CA that both sides' certificates come from")
+    tls_cert: str = _setting("", "PEM certificate chain of this machine, towards the other side")
+    tls_key: str = _setting("", "PEM private key of tls_cert")
     models: Path = _setting(
         Path("~/.cache/fabric-pipelines/models"), "model cache, shared by all homes"
     )
@@ -163,6 +170,9 @@ def load(
         origin[name] = where
     for name in ("home", "models"):
         values[name] = _absolute(name, folder, values[name])
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if values[name]:
+            values[name] = str(_absolute(name, folder, Path(values[name])))
     return Settings(**values, origin=origin)
 
 

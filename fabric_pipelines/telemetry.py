@@ -1,7 +1,8 @@
 """Counters and progress: what a person sees while work goes on, and what an exporter reads afterwards.
 
 Progress is counted in tokens, since rows differ by a factor of a hundred. On a terminal it is a bar with an
-ETA; elsewhere a heartbeat line every 30 s *including when nothing moved*, so silence never means "maybe hung".
+ETA; elsewhere a heartbeat line every 30 s *including when nothing moved*, so silence never means "maybe hung", and a
+line when it is done.
 """
 
 from __future__ import annotations
@@ -96,9 +97,12 @@ class ProgressBoard:
 
     def advance_to(self, name: str, done_tokens: int) -> None:
         rate = self._rates[name]
+        was_done = rate.done >= rate.total
         rate.update(done_tokens, time.monotonic())
         if self._live:
             self._live.update(self._bars[name], completed=done_tokens, eta=rate.eta)
+        elif rate.done >= rate.total and not was_done:
+            self._tell(name)
         self.heartbeat()
 
     def say(self, line: str) -> None:
@@ -117,8 +121,12 @@ class ProgressBoard:
         if self._live or self._quiet or now - self._beat_s < HEARTBEAT_S:
             return
         self._beat_s = now
-        for name, rate in self._rates.items():
-            self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
+        for name in self._rates:
+            self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        rate = self._rates[name]
+        self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
 
 
 @contextmanager

@@ -20,8 +20,8 @@ class BrokerResource(FabricResource):
 
     @contextmanager
     def client(self) -> Iterator[BrokerClient]:
-        endpoint = self.settings().broker_endpoint
-        with BrokerClient(endpoint, role="producer", timeout_s=self.timeout_s) as client:
+        settings = self.settings()
+        with BrokerClient.of(settings, role="producer", timeout_s=self.timeout_s) as client:
             yield client
 
     def submit(self, prepared: Prepared) -> SubmissionState:

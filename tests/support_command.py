@@ -64,7 +64,7 @@ class User:
         path = os.pathsep.join(filter(None, (self.environment.get("PYTHONPATH"), str(TREE))))
         return {**os.environ, "FABRIC_HOME": str(self.home), **self.environment, "PYTHONPATH": path}
 
-    def start(self, *arguments: str, module: str = "fabric_pipelines.cli") -> subprocess.Popen[str]:
+    def start(self, *arguments: str, module: str = "fabric_pipelines") -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts it."""
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -77,7 +77,7 @@ class User:
             start_new_session=True,
         )
 
-    def fabric(self, *arguments: str, module: str = "fabric_pipelines.cli") -> Said:
+    def fabric(self, *arguments: str, module: str = "fabric_pipelines") -> Said:
         process = self.start(*arguments, module=module)
         try:
             out, err = process.communicate(timeout=120)
@@ -97,7 +97,7 @@ class User:
         *arguments: str,
         code: int,
         progress: bool = False,
-        module: str = "fabric_pipelines.cli",
+        module: str = "fabric_pipelines",
     ) -> str:
         """The one sentence of a command that must end with `code`; with `progress` lines may stand before."""
         said = self.fabric(*arguments, module=module)

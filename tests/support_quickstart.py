@@ -33,7 +33,7 @@ class Demo:
 
     def quickstart(self) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "fabric_pipelines.cli", "quickstart", "--json"],
+            [sys.executable, "-m", "fabric_pipelines", "quickstart", "--json"],
             cwd=self.folder,
             env=self.environment(),
             capture_output=True,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
 app = typer.Typer(no_args_is_help=True, help="Figures of this machine, beside those of peers.")
@@ -21,6 +22,7 @@ def bench_supply(as_json: Json = False) -> None:
     """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
     from fabric_pipelines.bench.supply_quality import measure, table
 
+    CTRL_C.begin()
     found = measure()
     _print(found, table(found), as_json)
 
@@ -43,6 +45,7 @@ def bench_broker(
     from fabric_pipelines import settings
     from fabric_pipelines.bench.broker import Options, measure, table
 
+    CTRL_C.begin()
     options = Options(tasks, batch, lease, rounds, tuple(system or ()))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)

@@ -1,4 +1,7 @@
-"""The broker process: journal, owner, socket; one ready line on stdout; SIGTERM or SIGINT ends it cleanly.
+"""The broker process: journal, owner, doors; one ready line on stdout; SIGTERM or SIGINT ends it cleanly.
+
+Its first door is on this machine. With `broker_listen` there is a second one for others, over mutual TLS, in front
+of the same desk.
 
 Settings come from the environment and fabric.toml. A second broker on the same journal is refused by its lock;
 a socket file that a dead broker left behind is removed, one that somebody answers on is not.
@@ -11,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +28,21 @@ from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
-from fabric_pipelines.broker.wire import UNIX, call_path, error_head, require_local
+from fabric_pipelines.broker.transport import (
+    TLS,
+    UNIX,
+    Credentials,
+    call_path,
+    credentials_for,
+    prove_strong,
+    require_listen,
+    require_local,
+)
+from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
+    SettingsError,
     StorageFailed,
     as_line,
     storage_failed,
@@ -40,8 +55,13 @@ STOP_WAIT_S = 2.0
 
 
 def main() -> int:
+    return run()
+
+
+def run(settings: Settings | None = None) -> int:
+    """Exit code of a broker with these settings, or those of the environment."""
     try:
-        return serve(settings_module.load())
+        return serve(settings_module.load() if settings is None else settings)
     except (FabricError, Fatal) as fault:
         _say(fault)
         return getattr(fault, "exit_code", EXIT_FATAL)
@@ -53,7 +73,8 @@ def main() -> int:
 
 def serve(settings: Settings) -> int:
     """Runs until a signal. Raises what keeps it from starting."""
-    endpoint = require_local(settings.broker_endpoint)
+    doors = _doors(settings)
+    endpoint = doors[0][0]
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -81,15 +102,15 @@ def serve(settings: Settings) -> int:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
         desk = Desk(owner, _end)
         desk.start()
-        server = _bind(endpoint, desk)
-        calls = _bind_calls(endpoint, server)
+        servers = [_bind(where, desk, credentials) for where, credentials in doors]
+        calls = _bind_calls(endpoint, servers[0])
         print(  # noqa: T201 - the supervisor waits for this line
-            f"broker ready on {endpoint} journal {journal.journal_id} incarnation "
+            f"broker ready on {' and '.join(where for where, _ in doors)} journal {journal.journal_id} incarnation "
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
             flush=True,
         )
         stop.wait()
-        clean = _shut(server, calls, desk)
+        clean = _shut(servers, calls, desk)
         owner.finish()
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
@@ -109,26 +130,50 @@ def _end(sentence: str) -> None:
     os._exit(EXIT_FATAL)
 
 
-def _shut(server: BrokerServer, calls: CallServer | None, desk: Desk) -> bool:
+def _shut(servers: list[BrokerServer], calls: CallServer | None, desk: Desk) -> bool:
     """Answer what was asked, then close. A producer that holds its stream open is cut off after a while
     (False); what it sent is safe."""
-    closing = threading.Thread(target=server.shutdown, daemon=True)
+    closing = [threading.Thread(target=server.shutdown, daemon=True) for server in servers]
     desk.stop()
     if calls is not None:
         calls.close()
-    closing.start()
-    closing.join(STOP_WAIT_S)
-    return not closing.is_alive()
+    for thread in closing:
+        thread.start()
+    until = time.monotonic() + STOP_WAIT_S
+    for thread in closing:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in closing)
 
 
-def _bind(endpoint: str, desk: Desk) -> BrokerServer:
+def _doors(settings: Settings) -> list[tuple[str, Credentials | None]]:
+    """Where to serve: on this machine, and for others if they are to be."""
+    local, remote = settings.broker_endpoint, settings.broker_listen
+    if local.startswith(TLS):
+        raise SettingsError(
+            f"broker_url {local} names a broker of another machine, so none starts here; to serve others from here "
+            "set FABRIC_BROKER_LISTEN to that, and leave FABRIC_BROKER_URL to this machine's own clients"
+        )
+    doors: list[tuple[str, Credentials | None]] = [(require_local(local), None)]
+    if remote:
+        credentials = credentials_for(remote, settings)
+        doors.append((require_listen(remote, credentials), credentials))
+    return doors
+
+
+def _bind(endpoint: str, desk: Desk, credentials: Credentials | None) -> BrokerServer:
     try:
-        return BrokerServer(endpoint, desk)
-    except pa.ArrowException as fault:
+        server = BrokerServer(endpoint, desk, credentials)
+    except (pa.ArrowException, OSError) as fault:
+        which = "BROKER_URL" if credentials is None else "BROKER_LISTEN"
         raise StorageFailed(
-            f"the broker cannot listen on {endpoint} ({str(fault).splitlines()[0]}): set FABRIC_BROKER_URL to "
+            f"the broker cannot listen on {endpoint} ({str(fault).splitlines()[0]}): set FABRIC_{which} to "
             "a socket path or port that is free"
         ) from fault
+    if credentials is not None:
+        prove_strong(endpoint, server.port)
+    elif endpoint.startswith(UNIX):
+        Path(endpoint.removeprefix(UNIX)).chmod(0o600)
+    return server
 
 
 def _bind_calls(endpoint: str, server: BrokerServer) -> CallServer | None:

@@ -18,7 +18,10 @@ STATE_NAMES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
 STATES = len(STATE_NAMES)
 
 Groups = npt.NDArray[np.int32]
-Sums = tuple[Groups, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64]]
+Sums = (
+    tuple[int, int, int, int]
+    | tuple[Groups, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64]]
+)
 
 
 class Accounts:
@@ -42,7 +45,7 @@ class Accounts:
         self.groups = max(self.groups, groups)
 
     def enter(
-        self, groups: Groups, task_ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+        self, groups: Groups, task_ids: npt.NDArray[np.int64], tokens: npt.NDArray[Any]
     ) -> None:
         """New tasks: enqueued and ready."""
         sums = _sums(groups, tokens, hash64(task_ids))
@@ -53,51 +56,62 @@ class Accounts:
         self,
         groups: Groups,
         task_ids: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[Any],
         source: int,
         target: int,
-    ) -> None:
+    ) -> Sums:
+        """Returns what was moved: the groups touched, then tasks, tokens and marks of each; plain numbers if it
+        was one group."""
         sums = _sums(groups, tokens, hash64(task_ids))
-        at, tasks, some_tokens, marks = sums
-        self.tasks[source + 1, at] -= tasks
-        self.tokens[source + 1, at] -= some_tokens
-        self.marks[source + 1, at] -= marks
+        self._subtract(source + 1, sums)
         self._add(target + 1, sums)
+        return sums
 
     def transfer(
         self,
         groups: Groups,
         task_ids: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[Any],
         state: int,
         target: int,
     ) -> None:
         """Tasks in `state` belong to the group `target` from now on, as if they had been enqueued there."""
         marks = hash64(task_ids)
-        at, tasks, some_tokens, some_marks = _sums(groups, tokens, marks)
+        out = _sums(groups, tokens, marks)
         into = _sums(np.full(len(groups), target, np.int32), tokens, marks)
         for row in (0, state + 1):
-            self.tasks[row, at] -= tasks
-            self.tokens[row, at] -= some_tokens
-            self.marks[row, at] -= some_marks
+            self._subtract(row, out)
             self._add(row, into)
 
     def _add(self, row: int, sums: Sums) -> None:
         at, tasks, tokens, marks = sums
         self.tasks[row, at] += tasks
         self.tokens[row, at] += tokens
-        self.marks[row, at] += marks
+        if isinstance(at, int):
+            self.marks[row, at] = (int(self.marks[row, at]) + int(marks)) & MASK64
+        else:
+            self.marks[row, at] += marks
 
-    def unbalanced(self, groups: Groups | None = None) -> npt.NDArray[np.int64]:
+    def _subtract(self, row: int, sums: Sums) -> None:
+        at, tasks, tokens, marks = sums
+        self.tasks[row, at] -= tasks
+        self.tokens[row, at] -= tokens
+        if isinstance(at, int):
+            self.marks[row, at] = (int(self.marks[row, at]) - int(marks)) & MASK64
+        else:
+            self.marks[row, at] -= marks
+
+    def unbalanced(self, groups: Groups | int | None = None) -> list[int]:
         """Groups (of those given, else of all) whose account does not add up."""
+        if isinstance(groups, int):
+            return [groups] if self._is_unbalanced(groups) else []
         chosen = np.arange(self.groups) if groups is None else distinct(groups).astype(np.int64)
-        if len(chosen) == 1:
-            return chosen if self._is_unbalanced(int(chosen[0])) else chosen[:0]
         wrong = np.zeros(len(chosen), np.bool_)
         for figures in (self.tasks, self.tokens, self.marks):
             part = figures[:, chosen]
             wrong |= part[0] != part[1:].sum(axis=0)
-        return chosen[wrong]
+        found: list[int] = chosen[wrong].tolist()
+        return found
 
     def _is_unbalanced(self, group: int) -> bool:
         """As `unbalanced` for one group, in plain numbers, which are a sixth of the arrays' price."""
@@ -143,7 +157,7 @@ class Accounts:
 def recount(
     states: npt.NDArray[np.uint8],
     groups: Groups,
-    tokens: npt.NDArray[np.int64],
+    tokens: npt.NDArray[Any],
     task_ids: npt.NDArray[np.int64],
     count: int,
 ) -> Accounts:
@@ -160,21 +174,29 @@ def recount(
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """np.unique, which takes 30 us of a lease's 150, with a short way for the usual case of a single value."""
-    if len(values) and (values == values[0]).all():
-        return values[:1]
-    return np.unique(values)
+    return np.unique(values) if only(values) is None else values[:1]
+
+
+def only(values: npt.NDArray[Any]) -> int | None:
+    """The one value that all of these are; None if they differ, or there are none."""
+    if not len(values):
+        return None
+    first = values[0]
+    # half the price of .all(), whose wrapper is Python
+    return int(first) if np.count_nonzero(values == first) == len(values) else None
 
 
 def has_repeats(values: npt.NDArray[np.int64]) -> bool:
     """Whether a value occurs twice: one sort, a third of what np.unique takes."""
-    ordered = np.sort(values)
-    return bool((ordered[1:] == ordered[:-1]).any())
+    ordered = values.copy()
+    ordered.sort()
+    return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
 def add_counts(target: npt.NDArray[np.int64], at: npt.NDArray[np.int32], change: int) -> None:
     """target[i] += change for each i of `at`, repeats counted."""
-    if len(at) and (at == at[0]).all():
-        target[at[0]] += change * len(at)
+    if (one := only(at)) is not None:
+        target[one] += change * len(at)
     else:
         np.add.at(target, at, change)
 
@@ -183,19 +205,17 @@ def add_sums(
     target: npt.NDArray[np.int64], at: npt.NDArray[np.int32], amounts: npt.NDArray[np.int32]
 ) -> None:
     """target[at[i]] += amounts[i], repeats added up."""
-    if len(at) and (at == at[0]).all():
-        target[at[0]] += int(amounts.sum(dtype=np.int64))
+    if (one := only(at)) is not None:
+        target[one] += int(amounts.sum(dtype=np.int64))
     else:
         np.add.at(target, at, amounts)
 
 
-def _sums(groups: Groups, tokens: npt.NDArray[np.int64], marks: npt.NDArray[np.uint64]) -> Sums:
+def _sums(groups: Groups, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint64]) -> Sums:
     """(groups that occur, then tasks, tokens and marks of each). A lease lies in one lane, so that one sum each
-    will mostly do; the general way takes five times as long."""
-    if len(groups) and (groups == groups[0]).all():
-        found = groups[:1]
-        ends = np.array([len(groups)]), tokens.sum(keepdims=True), marks.sum(keepdims=True)
-        return found, *ends
+    will mostly do, in plain numbers; the general way takes ten times as long."""
+    if (one := only(groups)) is not None:
+        return one, len(groups), int(tokens.sum(dtype=np.int64)), int(marks.sum())
     found, inverse = np.unique(groups, return_inverse=True)
     tasks = np.bincount(inverse, minlength=len(found)).astype(np.int64)
     token_sums, mark_sums = np.zeros(len(found), np.int64), np.zeros(len(found), np.uint64)

@@ -37,13 +37,18 @@ from fabric_pipelines.broker.replies import (
     broker_status,
     scrub_report,
 )
-from fabric_pipelines.broker.wire import (
+from fabric_pipelines.broker.transport import (
+    Credentials,
     call_path,
+    credentials_for,
+    require_reachable,
+    require_strong_ciphers,
+)
+from fabric_pipelines.broker.wire import (
     from_flight_error,
     message,
     raise_error,
     read_message,
-    require_local,
 )
 from fabric_pipelines.errors import (
     BrokerUnavailable,
@@ -59,6 +64,7 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
+from fabric_pipelines.settings import Settings
 
 __all__ = [
     "AttachReply",
@@ -88,9 +94,17 @@ TaskIds: TypeAlias = Any
 
 class BrokerClient:
     def __init__(
-        self, endpoint: str, *, role: str, session: str | None = None, timeout_s: float = 10
+        self,
+        endpoint: str,
+        *,
+        role: str,
+        session: str | None = None,
+        timeout_s: float = 10,
+        credentials: Credentials | None = None,
     ) -> None:
-        self.endpoint = require_local(endpoint)
+        """`role` is declared on this machine; off it the certificate of `credentials` decides."""
+        self.endpoint = require_reachable(endpoint, credentials)
+        self._credentials = credentials
         self.role = role
         self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
         self.timeout_s = timeout_s
@@ -100,6 +114,20 @@ class BrokerClient:
         self._call_path = call_path(self.endpoint)
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, role: str, session: str | None = None, timeout_s: float = 10
+    ) -> BrokerClient:
+        """To the broker that settings name, with their credentials where it is on another machine."""
+        endpoint = settings.broker_endpoint
+        return cls(
+            endpoint,
+            role=role,
+            session=session,
+            timeout_s=timeout_s,
+            credentials=credentials_for(endpoint, settings),
+        )
 
     def __enter__(self) -> BrokerClient:
         return self
@@ -158,9 +186,8 @@ class BrokerClient:
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
-        if self._acknowledged is not None:
-            self.hello()  # a stream has no place to present it
-        descriptor = flight.FlightDescriptor.for_command(submission.to_json().encode())
+        head = {**json.loads(submission.to_json()), **self._presented()}
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
             writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
         except (flight.FlightError, pa.ArrowException, OSError) as fault:
@@ -331,9 +358,8 @@ class BrokerClient:
     def _call(
         self, name: str, head: dict[str, Any], *parts: Part, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        presented = {} if self._acknowledged is None else {ACKNOWLEDGED: self._acknowledged}
-        who = {"role": self.role, "session": self.session}
-        asked, limit_s = {**head, **who, **presented}, timeout_s or self.timeout_s
+        asked = {**head, "session": self.session, **self._presented()}
+        limit_s = timeout_s or self.timeout_s
         ask = self._call_local if self._call_path is not None else self._call_flight
         reply, payload = ask(name, asked, parts, limit_s)
         raise_error(reply)
@@ -364,6 +390,11 @@ class BrokerClient:
             raise self._fault(fault) from fault
         return read_message(answers[0].body)
 
+    def _presented(self) -> dict[str, Any]:
+        """What every request says beside its own: protocol, role, and what was acknowledged so far."""
+        said = {"protocol": PROTOCOL_VERSION, "role": self.role}
+        return said if self._acknowledged is None else {**said, ACKNOWLEDGED: self._acknowledged}
+
     def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take what an answer says of durability out of it, and remember the highest."""
         told = reply.pop(ACKNOWLEDGED, None)
@@ -374,7 +405,17 @@ class BrokerClient:
 
     def _flight(self) -> flight.FlightClient:
         if self._client is None:
-            self._client = flight.FlightClient(self.endpoint, generic_options=CHANNEL_OPTIONS)
+            require_strong_ciphers()
+            secrets: dict[str, Any] = {}
+            if (mine := self._credentials) is not None:
+                secrets = {
+                    "tls_root_certs": mine.ca,
+                    "cert_chain": mine.chain,
+                    "private_key": mine.key,
+                }
+            self._client = flight.FlightClient(
+                self.endpoint, generic_options=CHANNEL_OPTIONS, **secrets
+            )
         return self._client
 
     def _read_answer(self, reader: Any) -> SubmissionState | None:

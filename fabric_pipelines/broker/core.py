@@ -55,7 +55,6 @@ from fabric_pipelines.broker.replies import (
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
 from fabric_pipelines.broker.supply import Asker, Grant, Supply
 from fabric_pipelines.errors import (
-    Backpressure,
     BalanceBroken,
     NotAttached,
     SchemaError,
@@ -111,7 +110,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now. `call` numbers its attaches and leases: one that comes again gets the
+    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
     same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
@@ -123,6 +122,7 @@ class Session:
     lane: Lane | None = None
     call: int = -1
     last_lease: int = 0
+    tenant: str | None = None
     kind: str = ""  # its class of consumers
 
     def __post_init__(self) -> None:
@@ -284,7 +284,8 @@ class Core:
 
     def content_of(self, submission_id: str) -> Fingerprinter | None:
         """Fingerprint of what was taken so far, for one stream to carry on."""
-        return self._contents.of(submission_id, self.known(submission_id).rows)
+        record = self.state.by_submission.get(submission_id)
+        return self._contents.of(submission_id, 0 if record is None else record.rows)
 
     def remember_content(
         self, submission_id: str, batch: pa.RecordBatch, content: Fingerprinter | None
@@ -331,7 +332,7 @@ class Core:
         self.sessions[name] = session
         self._roster.came(name, session.kind, session.engine)
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = np.unique(tasks[known])
+        tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
@@ -392,7 +393,7 @@ class Core:
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
         refuser = bit_of(session.kind, self.state.classes)
-        asker = Asker(name, session.engine, refuser, consumers)
+        asker = Asker(name, session.engine, refuser, consumers, session.tenant)
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             return [], None
@@ -638,14 +639,6 @@ class Core:
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()
-
-    def require_backlog_room(self, used: int, mark: int) -> None:
-        if used >= mark:
-            raise Backpressure(
-                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
-                "tasks are taken again when results have landed",
-                retry_after_s=5.0,
-            )
 
     def _sequences(
         self, task_ids: npt.NDArray[np.int64]

@@ -1,11 +1,13 @@
 """The index: one row of plain columns per task, found by subtraction, since sequence numbers are dense.
 
-About 48 bytes a task and no Python object per task. Columns grow by doubling; `base` and `frames` say in which
+34 bytes a task and no Python object per task. Columns that mostly hold small numbers begin narrow and are
+widened, whole, when the first larger one comes. `base` and `frames` say in which
 ENQUEUE frame a task's tokens lie, `done` and `done_row` in which COMPUTED frame its outcome lies.
 """
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -16,18 +18,39 @@ COLUMNS: dict[str, Any] = {
     "attempts": np.uint8,
     "verdict": np.uint8,
     "queued": np.bool_,  # is in the order of its lane; derived, not a fact
-    "lane": np.int32,
-    "submission": np.int32,
-    "prompt": np.int32,
-    "new": np.int32,
+    "lane": np.uint16,
+    "submission": np.uint16,
+    "prompt": np.uint16,
+    "new": np.uint16,
     "key": np.uint64,
-    "lease": np.int64,
-    "holder": np.int32,
+    "lease": np.int32,
+    "holder": np.int16,
     "done": np.int32,
-    "done_row": np.int32,
-    "output": np.int32,
+    "done_row": np.uint16,
+    "output": np.uint16,
+}
+WIDER: dict[str, Any] = {"lease": np.int64, "done": np.int64} | dict.fromkeys(
+    ("lane", "submission", "prompt", "new", "holder", "done_row", "output"), np.int32
+)
+GROWTH = 4  # of room, whenever it is used up: what is not written yet costs nothing
+MAPPED_BYTES = 1 << 20
+LARGEST = {
+    np.dtype(kind): int(np.iinfo(kind).max)
+    for kind in (np.uint8, np.uint16, np.int16, np.int32, np.int64, np.uint64)
 }
 FACTS = tuple(name for name in COLUMNS if name != "queued")
+
+
+def _zeros(rows: int, dtype: Any) -> npt.NDArray[Any]:
+    """Zeros whose pages cost nothing until they are written. Mapped by themselves: large arrays that grow and go
+    inside malloc's heap leave 8 bytes a task of holes behind, by `fabric bench supply --scale`."""
+    size = rows * np.dtype(dtype).itemsize
+    if size < MAPPED_BYTES:
+        return np.zeros(rows, dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # as numpy does: rows of a lease lie anywhere
+    return np.frombuffer(pages, dtype)
 
 
 class Growing:
@@ -58,28 +81,29 @@ class Growing:
 
 
 class TaskIndex:
-    """Columns by name as attributes, each valid in [0, count)."""
+    """Columns by name as attributes, each valid in [0, count). Those of WIDER are read only: `put` writes them."""
 
     state: npt.NDArray[np.uint8]
     attempts: npt.NDArray[np.uint8]
     verdict: npt.NDArray[np.uint8]
     queued: npt.NDArray[np.bool_]
-    lane: npt.NDArray[np.int32]
-    submission: npt.NDArray[np.int32]
-    prompt: npt.NDArray[np.int32]
-    new: npt.NDArray[np.int32]
+    lane: npt.NDArray[Any]
+    submission: npt.NDArray[Any]
+    prompt: npt.NDArray[Any]
+    new: npt.NDArray[Any]
     key: npt.NDArray[np.uint64]
-    lease: npt.NDArray[np.int64]
-    holder: npt.NDArray[np.int32]
-    done: npt.NDArray[np.int32]
-    done_row: npt.NDArray[np.int32]
-    output: npt.NDArray[np.int32]
+    lease: npt.NDArray[Any]
+    holder: npt.NDArray[Any]
+    done: npt.NDArray[Any]
+    done_row: npt.NDArray[Any]
+    output: npt.NDArray[Any]
 
     def __init__(self) -> None:
         self.count = 0
         self._capacity = 1024
+        self._columns: dict[str, npt.NDArray[Any]] = {}
         for name, dtype in COLUMNS.items():
-            setattr(self, name, np.zeros(self._capacity, dtype))
+            self._hold(name, _zeros(self._capacity, dtype))
         self.base = Growing(np.int64)  # first sequence number of each ENQUEUE frame
         self.frames = Growing(np.int64)  # its lsn
         self.done_frames = Growing(np.int64)  # lsn of each COMPUTED frame
@@ -89,13 +113,38 @@ class TaskIndex:
         """Room for so many rows in all; columns handed out before stay as they are."""
         if rows <= self._capacity:
             return
-        grown = max(self._capacity * 2, rows)
+        grown = max(self._capacity * GROWTH, rows)
         for name in COLUMNS:
-            column = getattr(self, name)
-            wider = np.zeros(grown, column.dtype)
-            wider[: self.count] = column[: self.count]
-            setattr(self, name, wider)
+            column = self._columns[name]
+            longer, live = _zeros(grown, column.dtype), column[: self.count]
+            if live.any():
+                longer[: self.count] = live
+            self._hold(name, longer)
         self._capacity = grown
+
+    def _hold(self, name: str, column: npt.NDArray[Any]) -> None:
+        shown = column.view()
+        shown.flags.writeable = name not in WIDER
+        self._columns[name] = column
+        setattr(self, name, shown)
+
+    def put(self, name: str, at: Any, values: Any) -> None:
+        """Column `name` at the places `at` becomes `values`, -1 or more (one number, or an array); the column is
+        widened if need be."""
+        column = self._columns[name]
+        top = values if isinstance(values, int) else int(values.max(initial=0))
+        if top > LARGEST[column.dtype]:
+            column = column.astype(WIDER[name])
+            self._hold(name, column)
+        assert top <= LARGEST[column.dtype], f"{top} does not fit the column {name} of the index"
+        column[at] = values
+
+    def load(self, name: str, values: npt.NDArray[Any]) -> None:
+        """The live part of a column as a snapshot has it, of whatever width."""
+        if name in WIDER:
+            self.put(name, slice(0, self.count), values)
+        else:
+            self._columns[name][: self.count] = values
 
     def extend(self, rows: int, lsn: int) -> slice:
         """Room for `rows` new tasks of the ENQUEUE frame `lsn`."""
@@ -105,8 +154,13 @@ class TaskIndex:
         self.base.append(first)
         self.frames.append(lsn)
         new = slice(first, self.count)
-        self.lease[new] = self.holder[new] = self.done[new] = -1
+        for name in ("lease", "holder", "done"):
+            self.put(name, new, -1)
         return new
+
+    def keys_of(self, tasks: Any) -> Any:
+        """Prefix keys of tasks, uint64; or of one."""
+        return self.key[tasks]
 
     def locate(
         self, tasks: npt.NDArray[np.int64]

@@ -58,7 +58,7 @@ class Lane:
     generation: int = 1
     step: Step = Step.ACTIVE
     producers: set[int] = field(default_factory=set)
-    order: PrefixOrder = field(default_factory=PrefixOrder)
+    order: PrefixOrder = field(init=False)  # see State.add_lane
     waiting: bool = False  # is in a heap of its engine
 
     @property
@@ -144,11 +144,17 @@ class LaneQueue:
         """A lease of `tokens` went to this tenant."""
         self._turns.charge(tenant, tokens)
 
-    def choose(self, current: Lane | None, budget: Budget, refuser: int = 0) -> Lane | None:
+    def choose(
+        self, current: Lane | None, budget: Budget, refuser: int = 0, only: str | None = None
+    ) -> Lane | None:
         """The lane to serve: the session's current one until it cannot fill the budget (packed work that drains
         is emptied first) or its tenant's turn is over; else, of the tenant whose turn it is, the first that can
         fill it; else its longest. Never one that the session's own class (`refuser`, a set of one) refused,
-        and first those that most others did. None when nothing is ready for it."""
+        and first those that most others did. None when nothing is ready for it. `only` that tenant's, whoever's turn
+        it is: a session that serves one tenant takes nothing from the others."""
+        if only is not None:
+            own = self._open_to(only, refuser) if only in self._heaps else []
+            return self._serve(own, current, budget, refuser) if own else None
         asked = current.key.tenant if current is not None else None
         passed: set[str] = set()
         while (tenant := self._turns.next(asked, passed)) is not None:

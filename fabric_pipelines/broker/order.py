@@ -7,16 +7,18 @@ nobody walks, or half of the largest: O(consumers x log n) cuts. The walk of an 
 behind its cursor waits for the next lap, so a stream of small keys starves nobody. What came back from a lease
 goes to the front, in pieces that no lease crosses (see `Core` on halving).
 
-Knows keys and sequence numbers only. Whether a task is still ready is the owner's business: the order may hold
-tasks that no longer are.
+Knows keys and sequence numbers only, and holds just the numbers, 4 bytes a task: keys are looked up where they
+live. Whether a task is still ready is the owner's business: the order may hold tasks that no longer are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,34 +30,43 @@ RUN_MAX = 1 << 17
 SLICE = 1 << 16
 SAMPLES = 64  # keys looked at per run to find the middle of an arc
 NOTHING: Sequences = np.zeros(0, np.int64)
-NO_KEYS: Keys = np.zeros(0, np.uint64)
+NO_NUMBERS = np.zeros(0, np.uint32)
+
+Numbers = npt.NDArray[Any]  # sequence numbers, uint32 as long as they fit
+KeysOf = Callable[[Any], Any]  # keys of tasks, or the key of one
 
 
 class _Run:
-    """Keys with their tasks, sorted; `at` is the first one not yet handed on."""
+    """Tasks sorted by key; `at` is the first one not yet handed on."""
 
-    __slots__ = ("at", "keys", "tasks")
+    __slots__ = ("at", "tasks")
 
-    def __init__(self, keys: Keys = NO_KEYS, tasks: Sequences = NOTHING) -> None:
-        self.keys, self.tasks, self.at = keys, tasks, 0
+    def __init__(self, tasks: Numbers = NO_NUMBERS) -> None:
+        self.tasks, self.at = tasks, 0
 
     def __len__(self) -> int:
-        return len(self.keys) - self.at
+        return len(self.tasks) - self.at
 
-    def left(self) -> tuple[Keys, Sequences]:
-        return self.keys[self.at :], self.tasks[self.at :]
+    def left(self) -> Numbers:
+        return self.tasks[self.at :]
 
-
-def _joined(runs: list[_Run]) -> _Run:
-    parts = [run.left() for run in runs]
-    keys = np.concatenate([NO_KEYS, *(keys for keys, _ in parts)])
-    return _Run(keys, np.concatenate([NOTHING, *(tasks for _, tasks in parts)]))
+    def first_from(self, key: int, until: int, keys_of: KeysOf) -> int:
+        """Place of the first task at or above `key`, `until` if there is none before."""
+        return bisect_left(self.tasks, key, self.at, until, key=keys_of)
 
 
-def _merged(runs: list[_Run]) -> _Run:
-    whole = _joined(runs)
-    order = np.argsort(whole.keys, kind="stable")  # sorted runs merge in linear time
-    return _Run(whole.keys[order], whole.tasks[order])
+def _packed(tasks: Sequences) -> Numbers:
+    return tasks.astype(np.uint32) if tasks.max(initial=0) < 1 << 32 else tasks
+
+
+def _joined(runs: list[_Run]) -> Numbers:
+    return np.concatenate([NO_NUMBERS, *(run.left() for run in runs)])
+
+
+def _merged(runs: list[_Run], keys_of: KeysOf) -> _Run:
+    tasks = _joined(runs)
+    # sorted runs merge in linear time
+    return _Run(tasks[np.argsort(keys_of(tasks), kind="stable")])
 
 
 @dataclass(slots=True)
@@ -63,6 +74,7 @@ class _Arc:
     """A stretch of the order from key `low` up to the next arc's. `slice` goes out next, as it lies; `lap` are
     sorted runs of keys at or above `cursor`, `next_lap` of keys below it."""
 
+    keys_of: KeysOf
     low: int = 0
     owner: str | None = None
     slice: _Run = field(default_factory=_Run)
@@ -78,9 +90,9 @@ class _Arc:
         return sum(map(len, self.runs))
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
-        behind = int(np.searchsorted(keys, np.uint64(self.cursor), side="left"))
-        _push(self.next_lap, keys[:behind], tasks[:behind])
-        _push(self.lap, keys[behind:], tasks[behind:])
+        behind, numbers = int(np.searchsorted(keys, np.uint64(self.cursor))), _packed(tasks)
+        _push(self.next_lap, numbers[:behind], self.keys_of)
+        _push(self.lap, numbers[behind:], self.keys_of)
 
     def extend_slice(self) -> None:
         """Cut the next SLICE or so tasks off the runs, in order over all of them.
@@ -94,36 +106,31 @@ class _Arc:
         if not self.lap:
             return
         share = max(256, SLICE // len(self.lap))
-        ends = [
-            (int(run.keys[min(run.at + share, len(run.keys)) - 1]), i)
-            for i, run in enumerate(self.lap)
-        ]
-        cut, chosen = min(ends)
+        upto = [min(run.at + share, len(run.tasks)) for run in self.lap]
+        lasts = [run.tasks[end - 1] for run, end in zip(self.lap, upto, strict=True)]
+        cut, chosen = min((int(self.keys_of(last)), i) for i, last in enumerate(lasts))
         parts = []
-        for i, run in enumerate(self.lap):
-            if i == chosen:
-                end = min(run.at + share, len(run.keys))
-            else:
-                end = int(np.searchsorted(run.keys, np.uint64(cut), side="left"))
+        for i, (run, end) in enumerate(zip(self.lap, upto, strict=True)):
+            if i != chosen:
+                end = run.first_from(cut, end, self.keys_of)
             if end > run.at:
-                part = _Run(run.keys[run.at : end], run.tasks[run.at : end])
-                parts.append(part)
+                parts.append(_Run(run.tasks[run.at : end]))
                 run.at = end
         self.lap = [run for run in self.lap if len(run)]
         self.cursor = cut
-        self.slice = _joined([self.slice, _merged(parts)])
+        self.slice = _Run(_joined([self.slice, _merged(parts, self.keys_of)]))
 
     def split(self) -> _Arc:
         """Give the later half away: by key, so that no prefix group is torn more than once; by count where
         all keys are one."""
-        key = _middle(self.runs)
-        kept, taken = _Arc(), _Arc(key, cursor=max(key, self.cursor))
-        keys, tasks = self.slice.left()
-        low = keys < np.uint64(key)
-        kept.slice, taken.slice = _Run(keys[low], tasks[low]), _Run(keys[~low], tasks[~low])
+        key = _middle(self.runs, self.keys_of)
+        kept, taken = _Arc(self.keys_of), _Arc(self.keys_of, key, cursor=max(key, self.cursor))
+        tasks = self.slice.left()
+        low = self.keys_of(tasks) < np.uint64(key)
+        kept.slice, taken.slice = _Run(tasks[low]), _Run(tasks[~low])
         for name in ("lap", "next_lap"):
             for run in getattr(self, name):
-                at = int(np.searchsorted(run.keys, np.uint64(key), side="left"))
+                at = run.first_from(key, len(run.tasks), self.keys_of)
                 _cut(run, at, getattr(kept, name), getattr(taken, name))
         if not len(kept) or not len(taken):
             kept, taken = self._split_by_count(key)
@@ -132,10 +139,10 @@ class _Arc:
         return taken
 
     def _split_by_count(self, key: int) -> tuple[_Arc, _Arc]:
-        kept, taken = _Arc(), _Arc(key, cursor=self.cursor)
+        kept, taken = _Arc(self.keys_of), _Arc(self.keys_of, key, cursor=self.cursor)
         slices: tuple[list[_Run], list[_Run]] = ([], [])
         _cut(self.slice, self.slice.at + len(self.slice) // 2, *slices)
-        kept.slice, taken.slice = _joined(slices[0]), _joined(slices[1])
+        kept.slice, taken.slice = _Run(_joined(slices[0])), _Run(_joined(slices[1]))
         for name in ("lap", "next_lap"):
             for run in getattr(self, name):
                 _cut(run, run.at + len(run) // 2, getattr(kept, name), getattr(taken, name))
@@ -144,18 +151,19 @@ class _Arc:
 
 def _cut(run: _Run, at: int, before: list[_Run], behind: list[_Run]) -> None:
     at = max(at, run.at)
-    for part, side in ((slice(run.at, at), before), (slice(at, len(run.keys)), behind)):
+    for part, side in ((slice(run.at, at), before), (slice(at, len(run.tasks)), behind)):
         if part.stop > part.start:
-            side.append(_Run(run.keys[part], run.tasks[part]))
+            side.append(_Run(run.tasks[part]))
 
 
-def _middle(runs: list[_Run]) -> int:
+def _middle(runs: list[_Run], keys_of: KeysOf) -> int:
     """A key with about half of what the runs hold below it: exact to 1 / SAMPLES of each run."""
     keys, weights = [], []
     for run in runs:
         if len(run):
-            picked = np.linspace(run.at, len(run.keys) - 1, min(len(run), SAMPLES)).astype(np.int64)
-            keys.append(run.keys[picked])
+            last = len(run.tasks) - 1
+            picked = np.linspace(run.at, last, min(len(run), SAMPLES)).astype(np.int64)
+            keys.append(keys_of(run.tasks[picked]))
             weights.append(np.full(len(picked), len(run) / len(picked)))
     sample, weight = np.concatenate(keys), np.concatenate(weights)
     by_key = np.argsort(sample, kind="stable")
@@ -167,12 +175,14 @@ def _middle(runs: list[_Run]) -> int:
 class PrefixOrder:
     """add / add_front, then peek and advance as somebody; release when that one is gone."""
 
-    __slots__ = ("_arcs", "_front", "rearranged")
+    __slots__ = ("_arcs", "_front", "_keys_of", "rearranged")
 
-    def __init__(self) -> None:
+    def __init__(self, keys_of: KeysOf) -> None:
+        """`keys_of`: the keys of tasks that were added, uint64, for as long as they are in here."""
         self.rearranged = False
+        self._keys_of = keys_of
         self._front: deque[Sequences] = deque()
-        self._arcs = [_Arc()]  # by `low`; the first one's is 0
+        self._arcs = [_Arc(keys_of)]  # by `low`; the first one's is 0
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
         """A run sorted by key."""
@@ -196,7 +206,7 @@ class PrefixOrder:
             arc.extend_slice()
         if len(arc.slice) < limit and len(self._arcs) > 1:
             arc = self._take_more(arc)
-        return arc.slice.left()[1][:limit]
+        return arc.slice.left()[:limit].astype(np.int64)
 
     def advance(self, count: int, who: str = "") -> None:
         """Drop the first `count` of what `peek` showed."""
@@ -209,10 +219,9 @@ class PrefixOrder:
 
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
         """Everything but the front in another order, as one arc."""
-        tasks = _joined([run for arc in self._arcs for run in arc.runs]).tasks
-        keys = keys_of(tasks)
-        by_key = np.argsort(keys, kind="stable")
-        self._arcs = [_Arc(slice=_Run(keys[by_key], tasks[by_key]))]
+        tasks = _joined([run for arc in self._arcs for run in arc.runs])
+        by_key = np.argsort(keys_of(tasks), kind="stable")
+        self._arcs = [_Arc(self._keys_of, slice=_Run(tasks[by_key]))]
         self.rearranged = True
 
     def release(self, who: str) -> None:
@@ -228,7 +237,7 @@ class PrefixOrder:
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""
         runs = [run for arc in self._arcs for run in arc.runs]
-        return np.concatenate([NOTHING, *self._front, *(run.left()[1] for run in runs)])
+        return np.concatenate([NOTHING, *self._front, _joined(runs)])
 
     @property
     def arcs(self) -> list[tuple[str | None, int]]:
@@ -264,7 +273,7 @@ class PrefixOrder:
         self._drop(arc)
         taken = self._acquire(who)
         taken.extend_slice()
-        taken.slice = _joined([rest, taken.slice])
+        taken.slice = _Run(_joined([rest, taken.slice]))
         return taken
 
     def _drop(self, arc: _Arc) -> None:
@@ -273,14 +282,14 @@ class PrefixOrder:
         self._arcs[0].low = 0
 
 
-def _push(runs: list[_Run], keys: Keys, tasks: Sequences) -> None:
+def _push(runs: list[_Run], tasks: Numbers, keys_of: KeysOf) -> None:
     """Append, then merge neighbours of like size: O(log n) small runs, each task moved O(log n) times."""
-    if not len(keys):
+    if not len(tasks):
         return
-    runs.append(_Run(keys, tasks))
+    runs.append(_Run(tasks))
     while len(runs) > 1:
         last, before = len(runs[-1]), len(runs[-2])
         if before > 2 * last or before + last > RUN_MAX:
             return
         newest = runs.pop()
-        runs[-1] = _merged([runs[-1], newest])
+        runs[-1] = _merged([runs[-1], newest], keys_of)

@@ -34,6 +34,7 @@ from fabric_pipelines.broker.facts import (
     rows_of,
 )
 from fabric_pipelines.broker.gather import is_plain
+from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
 from fabric_pipelines.broker.replies import (
@@ -46,6 +47,7 @@ from fabric_pipelines.broker.replies import (
     ScrubReport,
     SubmissionState,
     VerifyReport,
+    unopened,
 )
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
@@ -59,6 +61,7 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.journal import Journal
+from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -66,18 +69,21 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 GROUP_BYTES = 8 << 20
+FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first two frames
 AUDIT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskUpload:
-    """A checked batch on its way in; `columns` were computed outside the owner's thread."""
+    """A checked batch on its way in; `columns` were computed outside the owner's thread. With `header` it opens
+    its submission, should that not be known yet."""
 
     submission_id: str
     first_row: int
     batch: pa.RecordBatch
     columns: BatchColumns
     content: Fingerprinter | None = None  # of the submission up to and with this batch
+    header: Submission | None = None
 
 
 class Fatal(Exception):
@@ -222,9 +228,7 @@ class Owner:
                 self.commit()
                 return self.journal.append(kind, pieces, **arguments)
         except StorageFailed as fault:
-            if (refusable or isinstance(fact, Computed)) and self._journal_works():
-                if self.upkeep is not None:
-                    self.upkeep.disk_full = True
+            if (refusable or isinstance(fact, Computed)) and self._is_full():
                 if refusable:
                     raise
                 raise Backpressure(
@@ -232,12 +236,15 @@ class Owner:
                 ) from fault
             raise Fatal(str(fault)) from fault
 
-    def _journal_works(self) -> bool:
+    def _is_full(self) -> bool:
+        """Whether that is all: the journal works, and refused for want of space."""
         try:
             self.journal.commit()
         except StorageFailed:
             return False
         self._group_bytes = 0
+        if self.upkeep is not None:
+            self.upkeep.disk_full = True
         return True
 
     # -- anyone
@@ -264,19 +271,33 @@ class Owner:
                 "work was lost; stop the broker and restore the journal folder from a copy"
             )
 
+    def status_of(self, tenant: str) -> BrokerStatus:
+        """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""
+        lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
+        kinds = list(self.core.state.classes)
+        ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
+        return BrokerStatus(
+            lanes=[
+                _lane_row(lane, ledger, kinds) for lane, ledger in zip(lanes, ledgers, strict=True)
+            ],
+            total=sum(ledgers, Ledger()),
+            counters={},
+            journal={"journal_id": self.journal.journal_id},
+            submissions=sum(
+                record.header.tenant == tenant for record in self.core.state.submissions
+            ),
+            consumers=[],
+            hold=bool(self.core.hold_reason),
+            draining=self.draining,
+            fault="",
+        )
+
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
         kinds = list(state.classes)
         return BrokerStatus(
             lanes=[
-                {
-                    "lane": lane.name,
-                    "step": lane.step.name.lower(),
-                    "generation": lane.generation,
-                    "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
-                    **state.accounts.ledger(lane.index).as_json(),
-                }
-                for lane in state.lanes
+                _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
             ],
             total=state.total(),
             counters={
@@ -363,7 +384,41 @@ class Owner:
         self._log(facts)
         return self._state_of(header.submission_id)
 
+    def look_up(self, header: Submission) -> SubmissionState:
+        """The submission as it stands, or as it would begin: nothing is written until a good batch of it is here.
+        SubmissionConflict if its id means something else, Backpressure if it is new and there is no room."""
+        if not self.core.open(header):
+            return self._state_of(header.submission_id)
+        self._require_room()
+        return unopened(header)
+
+    def _open_with(self, upload: TaskUpload, header: Submission) -> None:
+        """Open its submission, once it is sure that the batch will follow."""
+        opening = self.core.open(header)
+        if upload.first_row:
+            raise UsageError(
+                f"submission {upload.submission_id[:12]} begins at row 0, not at {upload.first_row}"
+            )
+        self._require_room()
+        size = sum(len(part) for fact in opening for part in fact.encode())
+        size += pa.ipc.get_record_batch_size(upload.batch) + FRAME_MARGIN_BYTES
+        if self.dirty and self._group_bytes + size > GROUP_BYTES:
+            self.commit()
+        try:
+            try:
+                self.journal.require_room(size)
+            except UsageError:
+                self.commit()
+                self.journal.require_room(size)
+        except StorageFailed as fault:
+            if self._is_full():
+                raise
+            raise Fatal(str(fault)) from fault
+        self._log(opening)
+
     def enqueue(self, upload: TaskUpload) -> SubmissionState:
+        if (header := upload.header) is not None and self.tenant_of(upload.submission_id) is None:
+            self._open_with(upload, header)
         tokens = int(upload.columns.prompt.sum())
         facts, fresh = self.core.enqueue(
             upload.submission_id, upload.first_row, upload.batch, tokens
@@ -393,6 +448,11 @@ class Owner:
     def submission(self, submission_id: str) -> SubmissionState | None:
         return self.core.submission(submission_id)
 
+    def tenant_of(self, submission_id: str) -> str | None:
+        """None when that submission is not known."""
+        record = self.core.state.by_submission.get(submission_id)
+        return None if record is None else record.header.tenant
+
     def _state_of(self, submission_id: str) -> SubmissionState:
         found = self.core.submission(submission_id)
         assert found is not None
@@ -401,7 +461,13 @@ class Owner:
     def _require_room(self) -> None:
         if self.draining:
             raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
-        self.core.require_backlog_room(self.journal.bytes_used, self.journal_high_water)
+        used, mark = self.journal.bytes_used, self.journal_high_water
+        if used >= mark:
+            raise Backpressure(
+                f"the journal holds {used} bytes, at or above its high-water mark of {mark}: "
+                "tasks are taken again when results have landed",
+                retry_after_s=5.0,
+            )
 
     def _require_written(self, lsns: Sequence[int]) -> None:
         """A frame of the open group cannot be read back."""
@@ -419,9 +485,12 @@ class Owner:
         profile: Profile,
         held: Sequence[int],
         call: int = -1,
+        tenant: str | None = None,
     ) -> AttachReply:
         deadline = self.clock.monotonic_s() + self.limits.lease_s
-        session = Session(name, engine, engine_fingerprint, device, profile, deadline, call=call)
+        session = Session(
+            name, engine, engine_fingerprint, device, profile, deadline, call=call, tenant=tenant
+        )
         facts, reply = self.core.attach(session, held)
         self._log(facts)
         return reply
@@ -493,3 +562,13 @@ class Owner:
         self._log(facts)
         self._log(self.core.lane_steps())
         return count
+
+
+def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:
+    return {
+        "lane": lane.name,
+        "step": lane.step.name.lower(),
+        "generation": lane.generation,
+        "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
+        **ledger.as_json(),
+    }

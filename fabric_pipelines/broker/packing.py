@@ -34,12 +34,15 @@ def pack(
         return 0
     limit = min(budget.sequences, len(prompt))
     own = prompt[:limit] if shared is None else prompt[:limit] - shared[:limit]
-    step = np.cumsum(np.full(limit, padded_length) if padded_length else own)
-    count = int(np.searchsorted(step, budget.tokens, side="right"))
+    count = budget.tokens // padded_length if padded_length else _fitting(own, budget.tokens)
     if budget.kv_tokens is not None:
-        held = np.cumsum(own + new[:limit])
-        count = min(count, int(np.searchsorted(held, budget.kv_tokens, side="right")))
+        count = min(count, _fitting(own + new[:limit], budget.kv_tokens))
     return max(1, min(count, limit))
+
+
+def _fitting(costs: Counts, limit: int) -> int:
+    """How many of the first ones cost `limit` together, at most."""
+    return int(costs.cumsum().searchsorted(limit, side="right"))
 
 
 def merge(prompt: Counts, first: int, budget: Budget, *, padded_length: int, waste: float) -> int:

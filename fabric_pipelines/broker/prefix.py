@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -112,12 +113,18 @@ def shared_tokens(keys: Keys, lengths: Counts, *, among: int | None = None) -> C
     if len(keys) < 2:
         return shared
     by = LAYOUTS[CURRENT]
-    equal = len(by.depths) - np.searchsorted(by.differs, keys[1:] ^ keys[:-1], side="right")
-    reach = np.searchsorted(by.reached, np.minimum(lengths[1:], lengths[:-1]), side="right") - 1
-    level = np.minimum(equal, reach)
+    equal = len(by.depths) - by.differs.searchsorted(keys[1:] ^ keys[:-1], side="right")
+    reach = by.reached.searchsorted(np.minimum(lengths[1:], lengths[:-1]), side="right") - 1
     needed = max(among or len(keys), 1).bit_length() + SPARE_BITS
-    shared[1:] = np.where(by.evidence[level] >= needed, by.reached[level], 0)
+    shared[1:] = _vouched(needed)[np.minimum(equal, reach)]
     return shared
+
+
+@lru_cache
+def _vouched(needed: int) -> Counts:
+    """Tokens down to each depth if so many bits vouch for it, else 0."""
+    by = LAYOUTS[CURRENT]
+    return np.where(by.evidence >= needed, by.reached, 0)
 
 
 def leaders(shared: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

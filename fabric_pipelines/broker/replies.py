@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fabric_pipelines.ledger import Amount, Ledger
+from fabric_pipelines.records.submission import Submission
 
 PROTOCOL_VERSION = 1
 ACKNOWLEDGED = "acknowledged"  # key of [journal id, LSN] in answers and in requests
@@ -49,6 +50,30 @@ class SubmissionState:
     @property
     def finished(self) -> bool:
         return self.closed and self.tasks == self.retired + self.dead
+
+
+def unopened(header: Submission) -> SubmissionState:
+    """The state of a submission that nothing has arrived of."""
+    return SubmissionState(
+        submission_id=header.submission_id,
+        function=header.function,
+        engine=header.engine,
+        tasks=header.tasks,
+        tokens=header.tokens,
+        fingerprint=header.fingerprint,
+        closed=False,
+        enqueued=0,
+        ready=0,
+        leased=0,
+        computed=0,
+        in_doubt=0,
+        retired=0,
+        dead=0,
+        retired_tokens=0,
+        output_tokens=0,
+        first_task_id=None,
+        batches=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

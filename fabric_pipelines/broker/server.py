@@ -1,7 +1,7 @@
 """The server: Arrow Flight in front of the desk. Handlers look at what arrived and hand it over, no more.
 
-Whatever can be checked without the owner is checked here, in parallel and before anything is journaled: schema,
-offsets, vocabulary, CRC32C, types of every field. A role may do what ROLES says, no more.
+Whatever can be checked without the owner is checked here, in parallel and before anything is journaled: who calls
+and what that role may do (roles.py), protocol, schema, offsets, vocabulary, CRC32C, types of every field.
 """
 
 from __future__ import annotations
@@ -17,15 +17,35 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.flight as flight
 
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part
-from fabric_pipelines.broker.owner import TaskUpload
-from fabric_pipelines.broker.replies import ACKNOWLEDGED, SubmissionState, as_json
+from fabric_pipelines.broker.owner import Owner, TaskUpload
+from fabric_pipelines.broker.replies import (
+    ACKNOWLEDGED,
+    PROTOCOL_VERSION,
+    SubmissionState,
+    as_json,
+)
+from fabric_pipelines.broker.roles import (
+    Identity,
+    certified,
+    declared,
+    require_role,
+    require_tenant,
+)
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
-from fabric_pipelines.errors import FabricError, Refused, SchemaError, UsageError
+from fabric_pipelines.errors import (
+    FabricError,
+    SchemaError,
+    SubmissionConflict,
+    UsageError,
+    VersionRefused,
+)
 from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
@@ -39,37 +59,19 @@ from fabric_pipelines.records.task import column_checksums, require_task_batch
 UPLOADS_AHEAD = 8
 SCRUB_BYTES = 8 << 20
 WAIT_MAX_S = 5.0
+BESIDE_HEADER = frozenset({"protocol", "role", ACKNOWLEDGED})
 
 Head = Mapping[str, Any]
 Reply = tuple[dict[str, Any], tuple[Part, ...]]
 
-CONSUMER = frozenset({"worker", "consumer"})
-COMPLETION = frozenset({"completion"})
-ANYONE = frozenset({"producer", "completion", "admin"}) | CONSUMER
-ROLES: Mapping[str, frozenset[str]] = {
-    "hello": ANYONE,
-    "submission": ANYONE,
-    "status": ANYONE,
-    "verify": ANYONE,
-    "scrub": ANYONE,
-    "close": frozenset({"producer", "admin"}),
-    "attach": CONSUMER,
-    "lease": CONSUMER,
-    "renew": CONSUMER,
-    "computed": CONSUMER,
-    "nack": CONSUMER,
-    "detach": CONSUMER | COMPLETION,
-    "pull": COMPLETION,
-    "release": COMPLETION,
-    "settle": COMPLETION,
-    "drain": frozenset({"admin", "producer"}),
-}
-
 
 class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no types
-    def __init__(self, endpoint: str, desk: Desk) -> None:
+    def __init__(self, endpoint: str, desk: Desk, credentials: Credentials | None = None) -> None:
+        """With `credentials` a server of mutual TLS, which believes certificates only. Several may share a desk."""
+        require_strong_ciphers()  # also of a plain one: gRPC reads the list once in a process
         self._desk = desk
-        self._actions: dict[str, Callable[[Head, list[memoryview]], Reply]] = {
+        self._secured = credentials is not None
+        self._actions: dict[str, Callable[[Head, list[memoryview], Identity], Reply]] = {
             "hello": self._hello,
             "submission": self._submission,
             "status": self._status,
@@ -87,7 +89,19 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "settle": self._settle,
             "drain": self._drain,
         }
-        super().__init__(endpoint)
+        if credentials is None:
+            super().__init__(endpoint)
+        else:
+            super().__init__(
+                endpoint,
+                tls_certificates=[(credentials.chain, credentials.key)],
+                verify_client=True,
+                root_certificates=credentials.ca,
+            )
+
+    def _identity(self, context: Any, head: Head) -> Identity:
+        """`context` is that of a Flight call; there is no other way in from another machine."""
+        return certified(context.peer_identity()) if self._secured else declared(head.get("role"))
 
     # -- DoAction
 
@@ -96,46 +110,51 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             head, parts = read_message(action.body)
         except FabricError as fault:
             return iter([flight.Result(message(error_head(fault)))])
-        answer, payload = self.answer(action.type, head, parts)
+        answer, payload = self.answer(action.type, head, parts, context)
         return iter([flight.Result(message(answer, *payload))])
 
     def answer(
-        self, name: str, head: Head, parts: list[memoryview]
+        self, name: str, head: Head, parts: list[memoryview], context: Any = None
     ) -> tuple[dict[str, Any], tuple[Part, ...]]:
         """One request, however it came; an error is an answer too."""
         try:
-            answer, payload = self._dispatch(name, head, parts)
+            answer, payload = self._dispatch(name, head, parts, self._identity(context, head))
         except FabricError as fault:
             return error_head(fault), ()
         return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
 
-    def _dispatch(self, name: str, head: Head, parts: list[memoryview]) -> Reply:
-        act, allowed = self._actions.get(name), ROLES.get(name, frozenset())
+    def _dispatch(self, name: str, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        act = self._actions.get(name)
         if act is None:
             raise UsageError(f"the broker knows no operation {name!r}")
-        role = head.get("role")
-        if role not in allowed:
-            raise Refused(f"role {role!r} may not {name}: only {', '.join(sorted(allowed))} may")
+        require_role(who, name)
+        require_protocol(head)
         try:
-            if (told := head.get(ACKNOWLEDGED)) is not None:
-                self._desk.require_kept(str(told[0]), int(told[1]))
+            self._require_kept(head)
             canonical_json(head)  # what has no canonical form cannot become a fact
-            return act(head, parts)
+            return act(head, parts, who)
         except (KeyError, TypeError, ValueError, IndexError) as fault:
             raise UsageError(
                 f"request {name!r} is malformed: {type(fault).__name__} {fault}"
             ) from fault
 
-    def _hello(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _require_kept(self, head: Head) -> None:
+        if (told := head.get(ACKNOWLEDGED)) is not None:
+            self._desk.require_kept(str(told[0]), int(told[1]))
+
+    def _hello(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         return self._ask(lambda owner: owner.info(), Rank.QUESTION)
 
-    def _status(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _status(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        """A tenant sees its own lanes, and no session of anybody."""
+        if who.bound:
+            return self._ask(lambda owner: owner.status_of(who.tenant), Rank.QUESTION)
         return self._ask(lambda owner: owner.status(), Rank.QUESTION)
 
-    def _verify(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _verify(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         return self._ask(lambda owner: owner.verify(), Rank.QUESTION)
 
-    def _scrub(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _scrub(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         """A whole round, in slices, so that others are served in between."""
         while not self._desk.ask(
             lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
@@ -143,33 +162,43 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             pass
         return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
 
-    def _drain(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _drain(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         self._desk.ask(lambda owner: owner.drain(), Rank.QUESTION).result()
         return {}, ()
 
-    def _submission(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _submission(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         submission_id = str(head["submission_id"])
-        found = self._desk.ask(
-            lambda owner: owner.submission(submission_id), Rank.QUESTION
-        ).result()
+
+        def find(owner: Owner) -> SubmissionState | None:
+            require_own(who, owner, submission_id)
+            return owner.submission(submission_id)
+
+        found = self._desk.ask(find, Rank.QUESTION).result()
         return {"state": None if found is None else as_json(found)}, ()
 
-    def _close(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _close(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         submission_id = str(head["submission_id"])
-        return self._ask(lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE)
 
-    def _attach(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, profile = _session(head), Profile(**head["profile"])
+        def close(owner: Owner) -> SubmissionState:
+            require_own(who, owner, submission_id)
+            return owner.close_submission(submission_id)
+
+        return self._ask(close, Rank.ENQUEUE)
+
+    def _attach(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name, profile = _session(head, who), Profile(**head["profile"])
         engine, device = str(head["engine"]), str(head["device"])
         fingerprint, held = str(head["engine_fingerprint"]), _ids(parts[0]).tolist()
-        call = int(head.get("call", -1))
+        call, tenant = int(head.get("call", -1)), who.tenant if who.bound else None
         return self._ask(
-            lambda owner: owner.attach(name, engine, fingerprint, device, profile, held, call),
+            lambda owner: owner.attach(
+                name, engine, fingerprint, device, profile, held, call, tenant
+            ),
             Rank.ACKNOWLEDGE,
         )
 
-    def _lease(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, call = _session(head), int(head["call"])
+    def _lease(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name, call = _session(head, who), int(head["call"])
         kv = head["kv_tokens"]
         budget = Budget(
             int(head["sequences"]), int(head["tokens"]), None if kv is None else int(kv)
@@ -183,15 +212,15 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ipc = to_ipc_pieces(lease.to_batch())
         return {"hold": hold, "crc32c": ipc.crc32c()}, (ipc,)
 
-    def _renew(self, head: Head, parts: list[memoryview]) -> Reply:
-        name = _session(head)
+    def _renew(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name = _session(head, who)
         reply = self._desk.ask(
             lambda owner: owner.renew(name), Rank.ACKNOWLEDGE, durable=False
         ).result()
         return as_json(reply), ()
 
-    def _computed(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, ipc = _session(head), parts[0]
+    def _computed(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name, ipc = _session(head, who), parts[0]
         if crc32c(ipc) != head["crc32c"]:
             raise SchemaError("completion batch does not match its CRC32C: send it again")
         batch = from_ipc(ipc)
@@ -201,21 +230,21 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 raise SchemaError(f"completion batch has nulls in {field.name!r}")
         return self._ask(lambda owner: owner.computed(name, batch, ipc), Rank.ACKNOWLEDGE)
 
-    def _nack(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, ids = _session(head), _ids(parts[0])
+    def _nack(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name, ids = _session(head, who), _ids(parts[0])
         reason, attempted = str(head["reason"]), bool(head.get("attempted", False))
         count = self._desk.ask(
             lambda owner: owner.nack(name, ids, reason, attempted), Rank.ACKNOWLEDGE
         ).result()
         return {"count": count}, ()
 
-    def _detach(self, head: Head, parts: list[memoryview]) -> Reply:
-        name = _session(head)
+    def _detach(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name = _session(head, who)
         self._desk.ask(lambda owner: owner.detach(name), Rank.ACKNOWLEDGE).result()
         return {}, ()
 
-    def _pull(self, head: Head, parts: list[memoryview]) -> Reply:
-        name, rows = _session(head), int(head["rows"])
+    def _pull(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name, rows = _session(head, who), int(head["rows"])
         if rows < 1:
             raise UsageError(f"pull of {rows} rows: it must be at least 1")
         until = time.monotonic() + min(float(head["wait_s"]), WAIT_MAX_S)
@@ -231,12 +260,12 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ipc = to_ipc_pieces(batch)
         return {"crc32c": ipc.crc32c()}, (ipc,)
 
-    def _release(self, head: Head, parts: list[memoryview]) -> Reply:
-        name = _session(head)
+    def _release(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        name = _session(head, who)
         self._desk.ask(lambda owner: owner.release_pulled(name), Rank.QUESTION).result()
         return {}, ()
 
-    def _settle(self, head: Head, parts: list[memoryview]) -> Reply:
+    def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, dead = _ids(parts[0]), bool(head["dead"])
         confirmation = Confirmation(str(head["kind"]), dict(head["proof"]))
         count = self._desk.ask(
@@ -253,10 +282,18 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         """One submission: its header is the descriptor's command, then numbered batches. The first answer is
         the submission as it stands, so that a producer can go on where an earlier one stopped."""
         try:
-            header = _header(descriptor.command)
-            state = self._desk.ask(
-                lambda owner: owner.open_submission(header), Rank.ENQUEUE
-            ).result()
+            head = _opening(descriptor.command)
+            who = self._identity(context, head)
+            require_role(who, "submit")
+            require_protocol(head)
+            self._require_kept(head)
+            header = _header(head, who)
+
+            def look_up(owner: Owner) -> SubmissionState:
+                require_own(who, owner, header.submission_id)
+                return owner.look_up(header)
+
+            state = self._desk.ask(look_up, Rank.ENQUEUE).result()
             self._answer(writer, state)
             if not state.closed:
                 self._receive(header, reader, writer)
@@ -353,12 +390,18 @@ def _uploads(
             raise SchemaError(
                 f"the task batch at row {first_row} does not match its CRC32C: send it again"
             )
+        tokens = int(pc.sum(pc.list_value_length(batch.column("tokens"))).as_py())
+        if first_row + batch.num_rows > header.tasks or tokens > header.tokens:
+            raise SubmissionConflict(
+                f"submission {header.submission_id[:12]} declared {header.tasks} tasks and {header.tokens} tokens; "
+                f"row {first_row + batch.num_rows - 1} goes past that"
+            )
         columns = BatchColumns.of(header, batch)
         if content is not None and content.tasks == first_row:
             content.update(batch)
         else:
             content = None
-        yield TaskUpload(header.submission_id, first_row, batch, columns, content)
+        yield TaskUpload(header.submission_id, first_row, batch, columns, content, header)
 
 
 def _send(writer: Any, head: Head) -> None:
@@ -369,9 +412,23 @@ def _send(writer: Any, head: Head) -> None:
         return
 
 
-def _header(command: bytes | None) -> Submission:
-    """The submission header, every field of its type."""
-    header = Submission.from_json(command or b"")
+def _opening(command: bytes | None) -> dict[str, Any]:
+    """What a stream begins with: a submission's fields, and `protocol`, `role` and `acknowledged` beside them."""
+    try:
+        head = json.loads(command or b"")
+    except ValueError as fault:
+        raise UsageError(f"not a submission header: {fault}") from fault
+    if not isinstance(head, dict):
+        raise UsageError("not a submission header: it must be a JSON object")
+    return head
+
+
+def _header(head: Head, who: Identity) -> Submission:
+    """The submission header, every field of its type; the tenant is the credential's."""
+    given = {name: value for name, value in head.items() if name not in BESIDE_HEADER}
+    if who.bound:
+        require_tenant(who, given.setdefault("tenant", who.tenant), "the submission's lane")
+    header = Submission.from_json(json.dumps(given))
     for item in fields(Submission):
         wanted = _HEADER_TYPES[str(item.type)]
         value = getattr(header, item.name)
@@ -388,11 +445,25 @@ def _header(command: bytes | None) -> Submission:
 _HEADER_TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict, "Mapping[str, str]": dict}
 
 
-def _session(head: Head) -> str:
+def require_own(who: Identity, owner: Owner, submission_id: str) -> None:
+    """WrongTenant if that submission is known and another tenant's."""
+    if who.bound and (tenant := owner.tenant_of(submission_id)) is not None:
+        require_tenant(who, tenant, f"submission {submission_id[:12]}")
+
+
+def require_protocol(head: Head) -> None:
+    if (spoken := head.get("protocol")) != PROTOCOL_VERSION:
+        raise VersionRefused(
+            f"the request speaks protocol {spoken!r}, this broker {PROTOCOL_VERSION}: install the same "
+            f'fabric-pipelines on both sides, or say "protocol": {PROTOCOL_VERSION} in a client of your own'
+        )
+
+
+def _session(head: Head, who: Identity) -> str:
     name = head["session"]
     if not isinstance(name, str) or not 0 < len(name) <= 200:
         raise UsageError("a session needs a name of 1 to 200 characters")
-    return name
+    return who.session(name)
 
 
 def _ids(part: memoryview) -> np.ndarray[Any, np.dtype[np.int64]]:

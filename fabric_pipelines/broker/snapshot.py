@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
-from fabric_pipelines.broker.index import COLUMNS, FACTS, Growing, TaskIndex
+from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
 from fabric_pipelines.ids import canonical_json
@@ -153,7 +153,7 @@ def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> 
     index.reserve(count + SPARE_ROWS)
     index.count = count
     for name in FACTS:
-        getattr(index, name)[:count] = columns[name].astype(COLUMNS[name], copy=False)
+        index.load(name, columns[name])
     index.base = Growing.of(columns["base"])
     index.frames = Growing.of(columns["frames"])
     index.done_frames = Growing.of(columns["done_frames"])

@@ -130,7 +130,7 @@ def outcomes_to_move(
     """The next tasks whose outcome lies below that LSN and is not landed, whole frames, about `size` bytes."""
     index = state.index
     lsns = index.done_frames.view[index.done[need.outcomes]]
-    due = need.outcomes[lsns < below]
+    due: Sequences = need.outcomes[np.flatnonzero(lsns < below)]
     due = due[np.lexsort((index.done_row[due], index.done[due]))]
     if not len(due):
         return due

@@ -30,6 +30,7 @@ from fabric_pipelines.broker.accounts import (
     add_sums,
     distinct,
     has_repeats,
+    only,
     recount,
 )
 from fabric_pipelines.broker.facts import (
@@ -51,6 +52,7 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
 from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
+from fabric_pipelines.broker.order import PrefixOrder
 from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
@@ -215,9 +217,10 @@ class State:
         found, inverse = np.unique(columns.shape, return_inverse=True)
         lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
         index = self.index
-        index.lane[new], index.submission[new] = lanes, record.index
-        index.prompt[new] = columns.prompt
-        index.new[new] = np.minimum(columns.new, np.iinfo(np.int32).max)
+        index.put("lane", new, lanes)
+        index.put("submission", new, record.index)
+        index.put("prompt", new, columns.prompt)
+        index.put("new", new, np.minimum(columns.new, np.iinfo(np.int32).max))
         index.key[new] = columns.key
         self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
         add_counts(self.engine_ready, self.lane_engine.view[lanes], 1)
@@ -248,6 +251,7 @@ class State:
         return lane.index
 
     def add_lane(self, lane: Lane) -> None:
+        lane.order = PrefixOrder(self.index.keys_of)
         self.lanes.append(lane)
         if lane.key.refused_by:
             self.refused.append(lane)
@@ -273,8 +277,8 @@ class State:
         self, lease_id: int, session: str, tasks: Sequences, allowed: tuple[int, ...]
     ) -> None:
         self._move(tasks, allowed, LEASED, "LEASE")
-        self.index.lease[tasks] = lease_id
-        self.index.holder[tasks] = self.sessions.setdefault(session, len(self.sessions))
+        self.index.put("lease", tasks, lease_id)
+        self.index.put("holder", tasks, self.sessions.setdefault(session, len(self.sessions)))
         self.leases[lease_id] = OpenLease(session, tasks, len(tasks))
         self.session_leases.setdefault(session, set()).add(lease_id)
         self.next_lease = max(self.next_lease, lease_id + 1)
@@ -290,9 +294,9 @@ class State:
         self._end_lease(fact.tasks)
         self._move(done, (LEASED, IN_DOUBT, READY), COMPUTED, "COMPUTED")
         self.index.verdict[done] = fact.verdicts[rows]
-        self.index.done[done] = frame
-        self.index.done_row[done] = rows
-        self.index.output[done] = fact.output_tokens[rows]
+        self.index.put("done", done, frame)
+        self.index.put("done_row", done, rows)
+        self.index.put("output", done, fact.output_tokens[rows])
         effects.computed = done
         if len(back):
             self._move(back, (LEASED, IN_DOUBT), READY, "COMPUTED")
@@ -314,7 +318,8 @@ class State:
         bit = 1 << self.classes.setdefault(kind, len(self.classes))
         index = self.index
         self._move(tasks, (LEASED, IN_DOUBT), READY, "COMPUTED")
-        index.done[tasks], index.done_row[tasks] = frame, np.flatnonzero(large)
+        index.put("done", tasks, frame)
+        index.put("done_row", tasks, np.flatnonzero(large))
         for at in distinct(index.lane[tasks]).tolist():
             old = self.lanes[at]
             mine = tasks[index.lane[tasks] == at]
@@ -327,7 +332,7 @@ class State:
         index = self.index
         prompt = index.prompt[tasks].astype(np.int64)
         self.accounts.transfer(index.lane[tasks], self.task_ids(tasks), prompt, READY, new.index)
-        index.lane[tasks] = new.index
+        index.put("lane", tasks, new.index)
         effects.lanes |= {old.index, new.index}
         self._require_balance(np.array([old.index, new.index], np.int32))
 
@@ -345,9 +350,8 @@ class State:
         dead = verdicts == Verdict.FAILED
         self._move(tasks[dead], (LEASED, IN_DOUBT), COMPUTED, "EXPIRE or NACK")
         self.index.verdict[tasks[dead]] = Verdict.FAILED
-        self.index.done[
-            tasks[dead]
-        ] = -1  # what a class refused it for earlier is not what it died of
+        # what a class refused it for earlier is not what it died of
+        self.index.put("done", tasks[dead], -1)
         code = "LeaseExpired" if fact.expired else "GivenBack"
         self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
@@ -371,7 +375,7 @@ class State:
 
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
-        self.index.lease[tasks] = -1
+        self.index.put("lease", tasks, -1)
         for lease_id in distinct(leases).tolist():
             if lease_id < 0:
                 continue
@@ -394,7 +398,7 @@ class State:
     def _started(self) -> None:
         leased = self.in_state(LEASED)
         self._move(leased, (LEASED,), IN_DOUBT, "STARTED")
-        self.index.lease[leased] = -1
+        self.index.put("lease", leased, -1)
         self.leases.clear()
         self.session_leases.clear()
 
@@ -420,8 +424,8 @@ class State:
         settled = (index.state[tasks] == RETIRED) | (index.state[tasks] == DEAD)
         if settled.any() or (index.done[tasks] < 0).any():
             raise BalanceBroken("a MOVE_COMPUTED fact names a task without an outcome to land")
-        index.done[tasks] = index.done_frames.count
-        index.done_row[tasks] = np.arange(len(tasks))
+        index.put("done", tasks, index.done_frames.count)
+        index.put("done_row", tasks, np.arange(len(tasks)))
         index.done_frames.append(lsn)
 
     # -- moving tasks
@@ -444,22 +448,30 @@ class State:
             mine = tasks if len(sources) == 1 else tasks[states == source]
             self._move_uniform(mine, source, target)
         index.state[tasks] = target
-        self._require_balance(index.lane[tasks])
 
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
-        lanes, records = index.lane[tasks], index.submission[tasks]
-        prompt = index.prompt[tasks].astype(np.int64)
-        self.accounts.move(lanes, self.task_ids(tasks), prompt, source, target)
-        add_counts(self.submission_tasks[source + 1], records, -1)
-        add_counts(self.submission_tasks[target + 1], records, 1)
+        lanes, counts, *_ = self.accounts.move(
+            index.lane[tasks], self.task_ids(tasks), index.prompt[tasks], source, target
+        )
+        records = index.submission[tasks]
+        one = only(records)
+        for row, change in ((source + 1, -1), (target + 1, 1)):
+            if one is None:
+                add_counts(self.submission_tasks[row], records, change)
+            else:
+                self.submission_tasks[row, one] += change * len(tasks)
         if READY in (source, target):
-            change = 1 if target == READY else -1
-            add_counts(self.engine_ready, self.lane_engine.view[lanes], change)
+            sign, engines = (1 if target == READY else -1), self.lane_engine.view[lanes]
+            if isinstance(lanes, int):
+                self.engine_ready[engines] += sign * len(tasks)
+            else:
+                np.add.at(self.engine_ready, engines, sign * counts)
+        self._require_balance(lanes)
 
-    def _require_balance(self, lanes: npt.NDArray[np.int32]) -> None:
+    def _require_balance(self, lanes: npt.NDArray[np.int32] | int) -> None:
         for at in self.accounts.unbalanced(lanes):
-            self.accounts.ledger(int(at)).require_balanced(f"lane {self.lanes[int(at)].name}")
+            self.accounts.ledger(at).require_balanced(f"lane {self.lanes[at].name}")
 
     # -- questions
 
@@ -472,6 +484,14 @@ class State:
 
     def in_state(self, state: int) -> Sequences:
         return np.flatnonzero(self.index.state[: self.index.count] == state)
+
+    def of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
+        """Those of `tasks` that this tenant may know of; all of them for None."""
+        if tenant is None:
+            return tasks
+        lanes = self.index.lane[tasks]
+        its = [at for at in distinct(lanes).tolist() if self.lanes[at].key.tenant == tenant]
+        return tasks[np.isin(lanes, its)]
 
     def total(self) -> Ledger:
         return self.accounts.total()

@@ -41,12 +41,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one."""
+    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one.
+    tenant: the one it serves, None for all."""
 
     name: str
     engine: str
     refuser: int
     consumers: int
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Supply:
             return None
         ready = self.ready_for(asker.engine, asker.refuser)
         fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair, asker.refuser)
+        lane = queue.choose(current, fair, asker.refuser, asker.tenant)
         if lane is None:
             return None
         if current is not None and current is not lane:

@@ -1,61 +1,31 @@
 """Wire: how requests, answers and errors travel in Arrow Flight.
 
-Producers use DoPut with plain task batches: the descriptor's command is the submission header (JSON), each
-batch's app_metadata says `{"first_row": n, "crc32c": [...]}`, each answer is the submission's state. Everything
-else is DoAction with an `envelope` both ways. Errors keep their type: their code travels in the message.
+Producers use DoPut with plain task batches: the descriptor's command is the submission header (JSON) with
+`"protocol": 1` and, on this machine, `"role": "producer"` beside it; each batch's app_metadata says
+`{"first_row": n, "crc32c": [...]}`, each answer is the submission's state. Everything else is DoAction with an
+`envelope` both ways. Errors keep their type: their code travels in the message.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from fabric_pipelines.broker.callsocket import path_beside
 from fabric_pipelines.broker.envelope import Part, pack, unpack
+from fabric_pipelines.broker.transport import TLS
 from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
     FabricError,
     ManifestRefused,
-    SettingsError,
     by_code,
 )
-from fabric_pipelines.settings import PLAIN_PATH
 
-UNIX = "grpc+unix://"
-TCP = "grpc://"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _MARK = "fabric-error:"
-
-
-def require_local(endpoint: str) -> str:
-    """The endpoint, if it is a Unix socket or loopback; anything else needs mutual TLS, which has no off switch."""
-    if endpoint.startswith(UNIX):
-        if PLAIN_PATH.fullmatch(endpoint.removeprefix(UNIX)):
-            return endpoint
-        raise SettingsError(
-            f"the socket path of broker endpoint {endpoint!r} has characters other than letters, digits and "
-            "._~-/, which gRPC does not take: set FABRIC_BROKER_URL to a plain path"
-        )
-    host = endpoint.removeprefix(TCP).rpartition(":")[0]
-    if endpoint.startswith(TCP) and host in LOOPBACK:
-        return endpoint
-    raise SettingsError(
-        f"broker endpoint {endpoint!r} is neither {UNIX}<path> nor {TCP}127.0.0.1:<port>; plain connections "
-        "never leave the machine"
-    )
-
-
-def call_path(endpoint: str) -> Path | None:
-    """The call socket beside an endpoint; None where there is none and calls go through Flight."""
-    if not endpoint.startswith(UNIX):
-        return None
-    return path_beside(Path(endpoint.removeprefix(UNIX)))
 
 
 def message(head: Mapping[str, Any], *parts: Part) -> pa.Buffer:
@@ -103,7 +73,17 @@ def from_flight_error(fault: Exception, endpoint: str) -> FabricError:
         return BrokerUnavailable(
             f"the broker at {endpoint} does not answer in time: see `fabric status` and its log"
         )
+    if isinstance(fault, flight.FlightUnavailableError) and endpoint.startswith(TLS):
+        return BrokerUnavailable(
+            f"no broker answers at {endpoint}, or one of the two does not trust the other's certificate: look "
+            f"there with `fabric status`, and compare FABRIC_TLS_CA on both sides ({_first_line(fault)[-120:]})"
+        )
     if isinstance(fault, flight.FlightUnavailableError):
         return BrokerUnavailable(f"no broker answers at {endpoint}: start one with `fabric up`")
-    first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-    return BrokerUnavailable(f"the broker at {endpoint} cannot be reached: {first[:160]}")
+    return BrokerUnavailable(
+        f"the broker at {endpoint} cannot be reached: {_first_line(fault)[:160]}"
+    )
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).splitlines()[0] if str(fault) else type(fault).__name__

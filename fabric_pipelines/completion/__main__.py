@@ -37,7 +37,7 @@ def receiver_of(settings: Settings) -> Receiver:
             )
 
     return Receiver(
-        open_source=lambda: BrokerClient(settings.broker_endpoint, role="completion"),
+        open_source=lambda: BrokerClient.of(settings, role="completion"),
         target=Writer(database, decode=Decoder(settings.models), lake=Lake.of(settings)),
         register=register,
         say=_say,

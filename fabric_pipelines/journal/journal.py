@@ -258,6 +258,12 @@ class Journal:
         self._group_bytes += pending.frame_bytes
         return lsn
 
+    def require_room(self, size: int) -> None:
+        """Raise what `append` would for frames that are not essential and take `size` bytes in all; the next
+        appends of that size find their room."""
+        self._require_working()
+        self._make_room(self._group_bytes + size, 1 / 2)
+
     def commit(self) -> int:
         """Write the open group and return the durable LSN once `fdatasync` did. Any I/O error is
         StorageFailed and the end of this journal object."""

@@ -3,7 +3,8 @@
 pull(name, cache)       download, verify, convert; idempotent
 located(name, cache)    folders of a pulled model
 tokeniser(name, cache)  text to token ids and back
-installed, verify, prune: what the cache holds
+installed               what the cache holds
+pulled, verify, outdated, prune: is it still what was pulled, and what nobody opens any more
 """
 
 from fabric_pipelines.models.cache import (
@@ -14,14 +15,13 @@ from fabric_pipelines.models.cache import (
     located,
     part_folder,
     part_mark,
-    prune,
     pull,
     require_whole,
     tokeniser,
-    verify,
 )
 from fabric_pipelines.models.catalogue import MODELS, ModelSpec, SourceFile
 from fabric_pipelines.models.tokenisation import Tokeniser
+from fabric_pipelines.models.upkeep import Verified, outdated, prune, pulled, verify
 
 __all__ = [
     "MODELS",
@@ -30,13 +30,16 @@ __all__ = [
     "ModelSpec",
     "SourceFile",
     "Tokeniser",
+    "Verified",
     "contents",
     "installed",
     "located",
+    "outdated",
     "part_folder",
     "part_mark",
     "prune",
     "pull",
+    "pulled",
     "require_whole",
     "tokeniser",
     "verify",

@@ -38,6 +38,7 @@ from fabric_pipelines.models.tokenisation import Tokeniser
 from fabric_pipelines.telemetry import ProgressBoard
 
 LOCK_POLL_S = 0.2
+SOURCES = "sources"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def pull(
     """Make `name` ready to open. Does nothing, offline too, when it is ready. Raises DigestMismatch,
     SourceUnreachable, MissingDependency or StorageFailed; what is in the cache stays whole in any case."""
     spec = spec_of(name)
-    files = _layout(spec, cache)
+    files = layout(spec, cache)
     if _complete(files):
         return files
     board = progress or ProgressBoard(quiet=True)
@@ -99,10 +100,15 @@ def pull(
 
 def located(name: str, cache: Path) -> ModelFiles:
     """The files of a pulled model, all parts; ModelMissing says how to get it."""
-    files = _layout(spec_of(name), cache)
-    for folder in files.parts.values():
-        _require_present(name, folder)
+    files = layout(spec_of(name), cache)
+    require_present(files)
     return files
+
+
+def require_present(files: ModelFiles) -> None:
+    """ModelMissing unless every part has its folder."""
+    for folder in files.parts.values():
+        _require_present(files.name, folder)
 
 
 def part_folder(name: str, part: str, cache: Path) -> Path:
@@ -157,36 +163,18 @@ def installed(cache: Path) -> list[Installed]:
     return rows
 
 
-def prune(cache: Path) -> int:
-    """Delete conversions that the installed runtimes would not open; bytes freed."""
-    outdated = [row for row in installed(cache) if not row.current]
-    for row in outdated:
-        shutil.rmtree(row.folder)
-    return sum(row.size for row in outdated)
-
-
-def verify(name: str, cache: Path) -> list[str]:
-    """Hash every file of a pulled model again; one line a difference, empty when all is as written."""
-    files = located(name, cache)
-    differences = []
-    for part, folder in files.parts.items():
-        for file, entry in contents(folder)["files"].items():
-            if sha256_file(folder / file) != entry["sha256"]:
-                differences.append(f"{name}/{part}/{file}: sha256 differs from the conversion's")
-    return differences
-
-
 def contents(folder: Path) -> dict[str, Any]:
     """A part's own description."""
     described: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
     return described
 
 
-def _layout(spec: ModelSpec, cache: Path) -> ModelFiles:
+def layout(spec: ModelSpec, cache: Path) -> ModelFiles:
+    """Where everything of a model lies or would lie."""
     home = cache / spec.name
     return ModelFiles(
         spec,
-        home / f"sources-{digest([file.sha256 for file in spec.files])[:24]}",
+        home / f"{SOURCES}-{digest([file.sha256 for file in spec.files])[:24]}",
         {
             recipe.part: home / f"{recipe.part}-{recipe.mark(spec)}"
             for recipe in RECIPES[spec.architecture]
@@ -195,7 +183,7 @@ def _layout(spec: ModelSpec, cache: Path) -> ModelFiles:
 
 
 def _current_folders(spec: ModelSpec, cache: Path) -> set[Path]:
-    files = _layout(spec, cache)
+    files = layout(spec, cache)
     return {files.sources, *files.parts.values()}
 
 
@@ -259,6 +247,18 @@ def _locked(home: Path, board: ProgressBoard) -> Iterator[None]:
                 board.heartbeat()
                 time.sleep(LOCK_POLL_S)
         yield
+
+
+@contextmanager
+def lock_if_free(home: Path) -> Iterator[bool]:
+    """Whether nobody pulls this model; nobody does while it lasts, if so."""
+    with (home / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def _clear_dead_builds(home: Path) -> None:

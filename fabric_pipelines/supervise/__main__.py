@@ -22,12 +22,14 @@ def main() -> int:
     if os.fork():
         os._exit(0)
     os.set_inheritable(order["lock"], False)
-    place = Place(Path(order["runtime_dir"]), Path(order["log_dir"]), order["mark"])
+    home, runtime_dir, log_dir = (Path(order[n]) for n in ("home", "runtime_dir", "log_dir"))
+    place = Place(home, runtime_dir, log_dir, order["mark"])
     table = [ProcessSpec.from_json(spec) for spec in order["table"]]
     _say(f"supervisor of {len(table)} processes, pid {os.getpid()}")
-    Supervisor(table, place, ui_url=order["ui_url"], say=_say).run()
+    supervisor = Supervisor(table, place, ui_url=order["ui_url"], say=_say)
+    supervisor.run()
     _say("everything is stopped")
-    return 0
+    return 1 if supervisor.lost else 0
 
 
 def _say(line: str) -> None:

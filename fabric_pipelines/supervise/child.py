@@ -1,5 +1,8 @@
 """One supervised process: start it, see it become ready, see it end, start it again, stop it.
 
+What it had started itself (Dagster's webserver a code server) ends before it starts again: the old one would hold
+its port, its files and its memory until it notices by itself.
+
 Its parent's death ends it (PR_SET_PDEATHSIG), it has a session of its own, and it gets the default signal
 handlers: a process started from a script with `&` would inherit an ignored SIGINT, and Dagster then ignores
 SIGTERM too. Time is an argument; the caller owns the loop.
@@ -7,6 +10,7 @@ SIGTERM too. Time is an argument; the caller owns the loop.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import os
@@ -19,11 +23,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fabric_pipelines.supervise.place import ProcessState
+import psutil
+
+from fabric_pipelines.supervise.orphans import alive, ask_to_end, left_by
+from fabric_pipelines.supervise.place import STARTER_NAME, ProcessState
 from fabric_pipelines.supervise.spec import ProcessSpec
 
 LOG_BYTES_MAX = 10 << 20
 LOGS_KEPT = 3
+LEFT_EVERY_S = 0.05
 HTTP_EVERY_S = 0.25
 PR_SET_PDEATHSIG = 1
 FATAL_EXITS = (2, 4)  # usage and fail-closed refusals: another start changes nothing
@@ -42,6 +50,8 @@ class Child:
     last_exit: str = ""
     start_fault: str = ""
     _process: subprocess.Popen[bytes] | None = None
+    _left: list[psutil.Process] = field(default_factory=list)
+    _kill_left_at_s: float = 0.0
     _was_ready: bool = False
     _failed_starts: int = 0
     _crashes: int = 0
@@ -75,7 +85,7 @@ class Child:
         """Move on as far as the world did."""
         if self._process is not None and (status := self._process.poll()) is not None:
             self._ended(exit_words(status), status in FATAL_EXITS, now_s)
-        if self.state == "restarting" and now_s >= self._start_at_s:
+        if self.state == "restarting" and self._alone(now_s) and now_s >= self._start_at_s:
             self.start(now_s)
         elif self.state == "starting":
             self._check_ready(now_s)
@@ -85,21 +95,28 @@ class Child:
         if self.state == "starting":
             return 0.05
         if self.state == "restarting":
-            return max(0.0, self._start_at_s - now_s)
+            return max(LEFT_EVERY_S if self._left else 0.0, self._start_at_s - now_s)
         return None
 
     def start(self, now_s: float) -> None:
         assert self._process is None, f"{self.spec.name} runs already"
-        rotate(self.log)
         self._started_s, self._asked_s, self._log_rest = now_s, 0.0, b""
-        with self.log.open("ab") as log:
-            log.write(f"--- {_stamp()} {' '.join(self.spec.argv)}\n".encode())
-            log.flush()
+        try:
+            self.log.parent.mkdir(exist_ok=True)  # not its parents: a home that is gone stays gone
+            rotate(self.log)
+            log = self.log.open("ab", buffering=0)
+        except OSError as fault:
+            self._ended(f"not started: {fault.filename}: {fault.strerror}", False, now_s)
+            return
+        with log:
+            with contextlib.suppress(OSError):  # a full disk under the log ends nobody
+                log.write(f"--- {_stamp()} {' '.join(self.spec.argv)}\n".encode())
             self._log_offset = log.tell()
             try:
                 self._process = self._spawn(log.fileno())
             except OSError as fault:
-                log.write(f"{fault}\n".encode())
+                with contextlib.suppress(OSError):
+                    log.write(f"{fault}\n".encode())
                 self._ended(f"not started: {fault.strerror}", True, now_s)
                 return
         self.state = "starting"
@@ -112,6 +129,10 @@ class Child:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def kill_left(self) -> None:
+        """All that it started, at once."""
+        ask_to_end(left_by(self._starter), kill=True)
 
     def reaped(self) -> bool:
         """While stopping: whether it is gone."""
@@ -139,10 +160,21 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
-            env={**self.environment, **self.spec.environment},
+            env={**self.environment, **self.spec.environment, STARTER_NAME: self._starter},
             start_new_session=True,
             preexec_fn=tether,  # the supervisor has one thread, so nothing can hold a lock over the fork
         )
+
+    @property
+    def _starter(self) -> str:
+        return f"{os.getpid()}/{self.spec.name}"
+
+    def _alone(self, now_s: float) -> bool:
+        """Whether nothing is left of what the last one started; what does not end when asked is killed."""
+        self._left = alive(self._left)
+        if self._left and now_s >= self._kill_left_at_s:
+            ask_to_end(self._left, kill=True)
+        return not self._left
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
@@ -194,7 +226,10 @@ class Child:
         wait_s = self.spec.backoff.wait_s(self._crashes)
         self.restarts += 1
         self.state, self._start_at_s = "restarting", now_s + wait_s
-        self.say(f"{self.spec.name} ended ({words}); next start in {wait_s:.1f} s")
+        self._left, self._kill_left_at_s = left_by(self._starter), now_s + self.spec.left_grace_s
+        ask_to_end(self._left)
+        ended = f" with {len(self._left)} processes that it had started" if self._left else ""
+        self.say(f"{self.spec.name} ended ({words}){ended}; next start in {wait_s:.1f} s")
 
     def _blame(self, words: str, *, final: bool) -> None:
         if final and not self._was_ready and not self.start_fault:

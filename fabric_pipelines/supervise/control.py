@@ -21,12 +21,21 @@ from fabric_pipelines.errors import (
     FabricError,
     Interrupted,
     StartFailed,
+    StorageFailed,
     from_line,
 )
+from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise.child import last_lines, rotate
+from fabric_pipelines.supervise.ground import forget_words, last_words
 from fabric_pipelines.supervise.orphans import end_marked
-from fabric_pipelines.supervise.place import MARK_NAME, Place, ProcessState, SupervisorState
+from fabric_pipelines.supervise.place import (
+    MARK_NAME,
+    STARTER_NAME,
+    Place,
+    ProcessState,
+    SupervisorState,
+)
 from fabric_pipelines.supervise.spec import ProcessSpec, levels
 from fabric_pipelines.supervise.supervisor import ORPHAN_GRACE_S, Supervisor
 from fabric_pipelines.supervise.table import DEFAULT_ENGINES, process_table
@@ -70,22 +79,27 @@ def up(
     if lock is None:
         raise _already_running(place)
     try:
-        if left := end_marked(place.mark, grace_s=ORPHAN_GRACE_S):
-            say(f"ended {left} processes that an earlier supervisor left behind")
-        place.forget_state()
-        ui_url = ""
-        if table is None:
-            table, ui_url = process_table(settings, ui=ui, engines=engines)
-        levels(table)
-        if foreground:
-            return _run_here(settings, place, table, ui_url, say, started_s)
-        _start_detached(settings, place, table, ui_url, lock)
-    finally:
-        os.close(lock)
-    try:
-        return _await_running(place, say, started_s)
+        try:
+            if left := end_marked(place.mark, grace_s=ORPHAN_GRACE_S):
+                say(f"ended {left} processes that an earlier supervisor left behind")
+            place.forget_state()
+            if words := last_words(place):
+                say(words)
+                forget_words(place)
+            ui_url = ""
+            if table is None:
+                table, ui_url = process_table(settings, ui=ui, engines=engines)
+            levels(table)
+            if foreground:
+                return _run_here(settings, place, table, ui_url, say, started_s)
+            _start_detached(settings, place, table, ui_url, lock)
+        finally:
+            os.close(lock)
+        with CTRL_C.letting_go(lambda: let_go(settings)):
+            return _await_running(place, say, started_s)
     except KeyboardInterrupt:
-        down(settings)
+        with CTRL_C.letting_go(lambda: let_go(settings)):
+            down(settings)
         raise Interrupted(
             "stopped before everything ran; nothing is lost, so run the same command again"
         ) from None
@@ -120,6 +134,19 @@ def down(settings: Settings, timeout_s: float = DOWN_S) -> tuple[str, ...]:
     return names
 
 
+def let_go(settings: Settings) -> None:
+    """Ask for everything to stop and wait for nothing: the supervisor sees to the rest alone."""
+    found = Place.of(settings).read_state()
+    if found.running and found.pid is not None:
+        _signal_supervisor(found.pid, signal.SIGTERM)
+
+
+def fallen(settings: Settings) -> str:
+    """Why the last supervisor of this home gave up; "" while one runs, and if none ever did."""
+    place = Place.of(settings)
+    return "" if place.locked() else last_words(place)
+
+
 def state(settings: Settings) -> SupervisorState:
     """What runs. Without a supervisor the processes it left in its state are shown as stopped."""
     found = Place.of(settings).read_state()
@@ -139,13 +166,15 @@ def _start_detached(
     order = {
         "table": [spec.as_json() for spec in table],
         "ui_url": ui_url,
+        "home": str(place.home),
         "runtime_dir": str(place.runtime_dir),
         "log_dir": str(place.log_dir),
         "mark": place.mark,
         "lock": lock,
     }
     environment = {**os.environ, **settings.as_environment()}
-    environment.pop(MARK_NAME, None)  # `up` from inside a supervised process
+    for name in (MARK_NAME, STARTER_NAME):  # `up` from inside a supervised process
+        environment.pop(name, None)
     rotate(place.own_log)
     with place.own_log.open("ab") as log:
         started = subprocess.run(
@@ -180,6 +209,13 @@ def _run_here(
     finally:
         os.environ.clear()
         os.environ.update(before)
+    if supervisor.lost:
+        raise StorageFailed(supervisor.lost)
+    if supervisor.hurried:
+        raise Interrupted(
+            "stopped at once: what ran was killed, all that was acknowledged is kept; "
+            "`fabric up` goes on where it stopped"
+        )
     shown = tuple(child.described() for child in supervisor.children.values())
     return UpReport(os.getpid(), ui_url, shown, str(place.log_dir), time.monotonic() - started_s)
 

@@ -19,6 +19,9 @@ from fabric_pipelines.errors import StorageFailed
 from fabric_pipelines.settings import Settings, make_runtime_folder
 
 MARK_NAME = "FABRIC_SUPERVISED"
+STARTER_NAME = (
+    "FABRIC_SUPERVISED_BY"  # supervisor's pid and process's name, for what a process starts
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class SupervisorState:
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    home: Path
     runtime_dir: Path
     log_dir: Path
     mark: str
@@ -58,7 +62,7 @@ class Place:
     @classmethod
     def of(cls, settings: Settings) -> Place:
         mark = hashlib.sha256(os.fsencode(settings.home)).hexdigest()[:24]
-        return cls(settings.runtime_dir, settings.log_dir, mark)
+        return cls(settings.home, settings.runtime_dir, settings.log_dir, mark)
 
     @property
     def lock_path(self) -> Path:

@@ -19,6 +19,7 @@ from fabric_pipelines.dataplane.postgres import place
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise.control import down
+from fabric_pipelines.supervise.ground import forget_words
 from fabric_pipelines.supervise.place import Place
 
 OWN_NAMES = (
@@ -58,6 +59,7 @@ def empty(settings: Settings) -> Contents:
     with _alone(settings):
         found = contents(settings)
         remove(found)
+        forget_words(Place.of(settings))
     return found
 
 

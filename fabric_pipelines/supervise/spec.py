@@ -40,7 +40,8 @@ class Backoff:
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """depends_on: names that must run before the first start; later each restarts alone. starts_max: exits
-    before it was ever ready after which `up` gives up on it (the supervisor itself never does)."""
+    before it was ever ready after which `up` gives up on it (the supervisor itself never does); left_grace_s: what
+    it had started is asked to end when it died, and killed after so long."""
 
     name: str
     argv: tuple[str, ...]
@@ -52,6 +53,7 @@ class ProcessSpec:
     stop_timeout_s: float = 20.0
     ready_timeout_s: float = 120.0
     starts_max: int = 3
+    left_grace_s: float = 5.0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from fabric_pipelines.supervise.child import Child
+from fabric_pipelines.supervise.ground import Ground, leave_words
 from fabric_pipelines.supervise.orphans import end_marked
 from fabric_pipelines.supervise.place import MARK_NAME, Place, ProcessState
 from fabric_pipelines.supervise.spec import ProcessSpec, levels
@@ -21,6 +22,7 @@ from fabric_pipelines.supervise.spec import ProcessSpec, levels
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 IDLE_S = 5.0
 ORPHAN_GRACE_S = 5.0
+FALL_GRACE_S = 3.0
 
 
 class Supervisor:
@@ -34,27 +36,53 @@ class Supervisor:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._levels = levels(table)
+        self._ground = Ground(place)
         self._place, self._ui_url, self._say, self._now_s = place, ui_url, say, now_s
         environment = {**os.environ, MARK_NAME: place.mark, "PYTHONUNBUFFERED": "1"}
         self.children = {
             spec.name: Child(spec, place.log_of(spec.name), environment, say) for spec in table
         }
+        self.lost = ""  # what it says when its home was deleted under it
+        self.hurried = False  # asked a second time, so it did not wait for anything
         self._seen: list[ProcessState] = []
         self._written: list[ProcessState] = []
 
     def run(self) -> None:
-        """Until SIGTERM, SIGINT or SIGHUP. Call from the main thread: a child dies with the thread that
-        started it."""
+        """Until SIGTERM, SIGINT or SIGHUP, or until the home is gone; a SIGINT while it stops kills what is left. Call from the main
+        thread: a child dies with the thread that started it."""
         assert threading.current_thread() is threading.main_thread()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         try:
-            while not self._asked_to_stop(self._turn()):
-                pass
-            self._stop()
+            while not self._has_lost_its_ground():
+                if self._asked_to_stop(self._turn()):
+                    self._stop()
+                    return
+            self._fall()
         finally:
             for child in self.children.values():
                 child.kill()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _has_lost_its_ground(self) -> bool:
+        gone = self._ground.lost()
+        if gone is not None:
+            self.lost = (
+                f"{gone} was deleted or replaced while the fabric ran, so all of it was stopped: what it held is "
+                "lost, and `fabric up` starts with what is there now"
+            )
+        return gone is not None
+
+    def _fall(self) -> None:
+        """Without its home nothing can be saved any more. What lies under the home's name by now belongs to somebody
+        else: neither its state file nor its processes are touched."""
+        children = list(self.children.values())
+        for child in children:
+            child.ask_to_stop()
+        self._await_gone(children, self._now_s() + FALL_GRACE_S)
+        for child in children:
+            child.kill_left()
+        leave_words(self._place, self.lost)
+        self._say(self.lost)
 
     def _turn(self) -> float:
         """Let every child move on; returns how long nothing needs doing."""
@@ -83,7 +111,7 @@ class Supervisor:
             self._show()
             deadline_s = self._now_s() + max(child.spec.stop_timeout_s for child in children)
             self._await_gone(children, deadline_s)
-        left = end_marked(self._place.mark, grace_s=ORPHAN_GRACE_S)
+        left = end_marked(self._place.mark, grace_s=0.0 if self.hurried else ORPHAN_GRACE_S)
         if left:
             self._say(f"ended {left} processes that others had started")
         self._place.forget_state()
@@ -98,8 +126,16 @@ class Supervisor:
                         child.kill()
                 deadline_s = self._now_s() + 1.0
                 continue
-            signal.sigtimedwait([signal.SIGCHLD], min(left_s, 1.0))
-        self._show()
+            got = signal.sigtimedwait([signal.SIGCHLD, signal.SIGINT], min(left_s, 1.0))
+            if got is not None and got.si_signo == signal.SIGINT:
+                self._hurry()
+        if not self.lost:
+            self._show()
+
+    def _hurry(self) -> None:
+        self.hurried = True
+        for child in self.children.values():
+            child.kill()
 
     def _show(self) -> bool:
         """Write the state file when something changed; returns whether it did. A disk that takes no file is no

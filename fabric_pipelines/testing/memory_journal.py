@@ -70,6 +70,11 @@ class MemoryJournal:
         self._group.append(Frame(lsn, kind, schema_id, rows, time_us, whole))
         return lsn
 
+    def require_room(self, size: int) -> None:
+        self._require_working()
+        if self.full:
+            raise StorageFailed("the disk of the memory journal is full")
+
     def commit(self) -> int:
         self.write()
         return self.sync()

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import Backpressure, EngineBusy, EngineFailed, TransientError
+from fabric_pipelines.errors import (
+    Backpressure,
+    BrokerUnavailable,
+    EngineBusy,
+    EngineFailed,
+    TransientError,
+)
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
@@ -83,7 +89,8 @@ class Source(Protocol):
 class Pace:
     """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
     at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
-    a broker that is away; with `until_idle` the loop ends once nothing is ready."""
+    a broker that is away; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
+    longer than `patience_s`, since nobody would start it for a worker that is about to end."""
 
     heartbeat_s: float = 5.0
     coalesce_s: float = 0.05
@@ -95,6 +102,7 @@ class Pace:
     retry_max_s: float = 5.0
     drain_s: float = 45.0  # below what a supervisor grants before it kills
     report_s: float = 30.0
+    patience_s: float = 30.0
     until_idle: bool = False
 
 
@@ -128,7 +136,7 @@ class WorkerLoop:
         self._stopping = False
         self._hold = False
         self._lane: str | None = None
-        self._last_step_s = self._started_s = self._report_s = self._now()
+        self._last_step_s = self._started_s = self._report_s = self._away_s = self._now()
         self._empty_since_s: float | None = self._started_s
         self._stop_s: float | None = None
         self._busy_since_s: float | None = None
@@ -238,12 +246,21 @@ class WorkerLoop:
         if self._attached:
             LOG.warning("broker away, %d results kept: %s", self.outbox.tasks, fault)
             self._attached = False
-            self._retry_s = now
+            self._retry_s = self._away_s = now
             return
+        self._require_patience(fault, now)
         if self._retry_delay == self._pace.retry_s:
             LOG.warning("waiting for the broker: %s", fault)
         self._retry_s = now + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, self._pace.retry_max_s)
+
+    def _require_patience(self, fault: TransientError, now: float) -> None:
+        away_s = now - self._away_s
+        if not self._pace.until_idle or self.supply.inside or away_s < self._pace.patience_s:
+            return
+        kept = self.outbox.tasks
+        lost = f", and {kept} results stay undelivered (their tasks are run again)" if kept else ""
+        raise BrokerUnavailable(f"no broker for {away_s:.0f} s{lost}: {fault}") from fault
 
     def _renew(self, now: float) -> None:
         if now < self._renew_s:

@@ -73,7 +73,7 @@ def run_worker(
     with (
         DeviceLock(device, engine.name, settings.runtime_dir),
         _opened(engine),
-        BrokerClient(settings.broker_endpoint, role="consumer") as client,
+        BrokerClient.of(settings, role="consumer") as client,
     ):
         stop = threading.Event()
         heartbeat_s = min(5.0, settings.lease_ms / 3000)
@@ -85,7 +85,7 @@ def run_worker(
             pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
         )
         pulse = Pulse(
-            lambda: BrokerClient(settings.broker_endpoint, role="consumer", session=client.session),
+            lambda: BrokerClient.of(settings, role="consumer", session=client.session),
             last_turn_s=lambda: loop.last_step_s,
             now_s=SYSTEM_CLOCK.monotonic_s,
             heartbeat_s=heartbeat_s,

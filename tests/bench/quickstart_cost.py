@@ -37,7 +37,7 @@ def run(home: Path) -> tuple[dict[str, object], float, int]:
     """(report, wall seconds, peak bytes) of one quickstart."""
     begin, peak = time.monotonic(), 0
     with subprocess.Popen(
-        [sys.executable, "-m", "fabric_pipelines.cli", "quickstart", "--json"],
+        [sys.executable, "-m", "fabric_pipelines", "quickstart", "--json"],
         cwd=home.parent,
         env={**os.environ, "FABRIC_HOME": str(home)},
         stdout=subprocess.PIPE,

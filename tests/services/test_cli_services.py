@@ -32,7 +32,7 @@ def on(database: Database) -> Iterator[Stage]:
 
 def spawn_fabric(on: Stage, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fabric_pipelines.cli", *arguments],
+        [sys.executable, "-m", "fabric_pipelines", *arguments],
         env={**os.environ, **on.settings.as_environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

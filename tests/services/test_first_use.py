@@ -196,7 +196,7 @@ def test_a_socket_path_that_grpc_does_not_take_is_refused(user: User) -> None:
 @pytest.mark.parametrize("variables", [{"PYTHONDONTWRITEBYTECODE": "1"}, {"HOME": None}])
 def test_odd_shells_change_nothing(user: User, variables: dict[str, str | None]) -> None:
     shell = {k: v for k, v in {**user.variables(), **variables}.items() if v is not None}
-    command = [sys.executable, "-m", "fabric_pipelines.cli", "config", "show", "--json"]
+    command = [sys.executable, "-m", "fabric_pipelines", "config", "show", "--json"]
     out = subprocess.run(command, env=shell, cwd=user.folder, check=True, capture_output=True)
     assert json.loads(out.stdout)["home"] == str(user.home)
 
@@ -221,7 +221,7 @@ def on_terminal(user: User, columns: int, *arguments: str, **variables: str) -> 
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**user.variables(), "TERM": "xterm", **variables}
     environment.pop("COLUMNS", None)
-    command = [sys.executable, "-m", "fabric_pipelines.cli", *arguments]
+    command = [sys.executable, "-m", "fabric_pipelines", *arguments]
     with subprocess.Popen(
         command, cwd=user.folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:

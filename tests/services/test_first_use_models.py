@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,55 @@ def test_a_source_with_one_wrong_bit_is_refused_and_leaves_nothing(
     assert said.endswith("nothing was kept")
     kept = [path.name for path in (user.folder / "cache" / MINI).iterdir()]
     assert kept == [".lock"]
+
+
+def test_verify_says_one_line_a_model_and_names_what_differs(
+    user: User, pulled: models.ModelFiles
+) -> None:
+    mine = user.folder / "verified"
+    shutil.copytree(pulled.sources.parent, mine / MINI)
+    reader = user.beside(user.home, FABRIC_MODELS=str(mine))
+    answer = json.loads(reader.done("models", "verify", "--json").out)
+    assert [(row["name"], row["ok"]) for row in answer["models"]] == [(MINI, True)]
+    converted = [models.contents(folder)["files"] for folder in pulled.parts.values()]
+    assert answer["models"][0]["files"] == len(pulled.spec.files) + sum(map(len, converted))
+    assert answer["models"][0]["size"] > pulled.spec.size
+    assert reader.done("models", "verify").out.startswith(f"{MINI}  ")
+    weights = mine / MINI / pulled.parts["onnxruntime-fp32"].name / "trunk.weights"
+    flip_one_bit(weights)
+    said = reader.fabric("models", "verify", MINI, "--json")
+    assert said.code == 3
+    assert json.loads(said.out)["models"][0]["differences"] == [
+        f"{weights} changed: its sha256 is another one"
+    ]
+    assert said.sentence.startswith("1 files of the model cache differ: ")
+
+
+def test_verify_of_what_is_not_there_names_the_command(user: User) -> None:
+    empty = user.beside(user.home, FABRIC_MODELS=str(user.folder / "empty"))
+    said = empty.refused("models", "verify", MINI, code=2)
+    assert said.endswith(f"run `fabric models pull {MINI}`")
+    assert json.loads(empty.done("models", "verify", "--json").out)["models"] == []
+
+
+def test_prune_shows_asks_and_deletes_only_what_is_outdated(
+    user: User, pulled: models.ModelFiles
+) -> None:
+    mine = user.folder / "pruned"
+    shutil.copytree(pulled.sources.parent, mine / MINI)
+    old = mine / MINI / "onnxruntime-fp32-0123456789abcdef"
+    shutil.copytree(pulled.parts["tokeniser"], old)
+    keeper = user.beside(user.home, FABRIC_MODELS=str(mine))
+    asked = keeper.fabric("models", "prune")
+    assert (asked.code, asked.sentence) == (130, "not answered, so nothing was changed")
+    assert str(old) in asked.err
+    assert old.exists()
+    answer = json.loads(keeper.done("models", "prune", "--yes", "--json").out)
+    assert answer["removed"] == [str(old)]
+    assert answer["bytes"] > 0
+    assert not old.exists()
+    assert json.loads(keeper.done("models", "verify", "--json").out)["ok"]
+    assert json.loads(keeper.done("models", "prune", "--json").out) == {"removed": [], "bytes": 0}
 
 
 def test_a_converted_file_with_one_wrong_bit_never_runs(

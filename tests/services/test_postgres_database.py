@@ -20,6 +20,17 @@ def test_migrating_twice_applies_everything_once(empty_database: Database) -> No
     assert empty_database.migrate() == []
 
 
+def test_every_table_says_what_attempts_counts(database: Database) -> None:
+    with database.connect() as connection:
+        rows = connection.execute(
+            "select c.relname, col_description(c.oid, a.attnum) from pg_class c "
+            "join pg_attribute a on a.attrelid = c.oid and a.attname = 'attempts' "
+            "where c.relnamespace = 'fabric'::regnamespace and c.relkind = 'r'"
+        ).fetchall()
+    assert {"embed", "generate", "hidden_states", "results", "dead_letters"} <= {n for n, _ in rows}
+    assert all(text and "alone in it" in text for _, text in rows), rows
+
+
 def test_a_database_without_the_schema_says_what_to_do(empty_database: Database) -> None:
     with pytest.raises(UsageError, match="fabric up"):
         _ = empty_database.identity

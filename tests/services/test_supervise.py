@@ -17,7 +17,14 @@ import pytest
 from fabric_pipelines import supervise
 from fabric_pipelines.errors import AlreadyRunning, StartFailed
 from fabric_pipelines.settings import Settings, load
-from fabric_pipelines.supervise import Backoff, ProcessSpec, ProcessState, Ready, control
+from fabric_pipelines.supervise import (
+    Backoff,
+    ProcessSpec,
+    ProcessState,
+    Ready,
+    control,
+    supervisor,
+)
 from fabric_pipelines.supervise.orphans import marked
 from fabric_pipelines.supervise.place import Place
 
@@ -237,3 +244,120 @@ def test_in_the_foreground_an_interrupt_stops_everything(settings: Settings) -> 
         output, _ = attached.communicate(timeout=20)
     assert output == b"back\n"
     assert attached.returncode == 0
+
+
+CODE_SERVER = "import signal, time; signal.signal(signal.SIGTERM, {}); time.sleep(600)"
+PARENT = """
+import subprocess, sys, time
+for own_session in (False, True):
+    subprocess.Popen([sys.executable, '-S', '-E', '-c', {!r}], start_new_session=own_session)
+print('ready: here', flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("answer", ["signal.SIG_DFL", "signal.SIG_IGN"])
+def test_what_a_killed_process_had_started_ends_before_it_starts_again(
+    settings: Settings, answer: str
+) -> None:
+    """Dagster's code server under a webserver that was killed: in its session or not, willing or not."""
+    parent = PARENT.format(CODE_SERVER.format(answer))
+    report = start(settings, script("web", parent, left_grace_s=0.2), script("other"))
+    before = process_of(report, "web").pid
+    old = [item.pid for item in psutil.Process(before).children()]
+    assert len(old) == 2
+    os.kill(before or 0, signal.SIGKILL)
+    eventually(lambda: runs_again(settings, "web", before))
+    assert all(gone(pid) for pid in old), "it was started beside what the last one had left"
+    new = psutil.Process(process(settings, "web").pid).children()
+    assert len(new) == 2
+    for item in new:
+        item.kill()  # `down` would wait for the deaf ones
+    assert process(settings, "other") == process_of(report, "other")
+    said = Place.of(settings).own_log.read_text()
+    assert "web ended (signal 9 (SIGKILL)) with 2 processes that it had started" in said
+
+
+def runs_again(settings: Settings, name: str, before: int | None) -> bool:
+    now = process(settings, name)
+    return now.state == "running" and now.pid != before
+
+
+@pytest.mark.parametrize("target", [".", "run/supervisor.lock", "journal", "journal/segment"])
+def test_a_home_deleted_under_a_fabric_stops_it_and_the_next_command_says_so(
+    settings: Settings, target: str
+) -> None:
+    (settings.home / "journal").mkdir(parents=True)
+    (settings.home / "journal" / "segment").write_bytes(b"x")
+    kind = DEAF if target == "journal" else STAY
+    report = start(settings, script("a"), script("b", kind, stop_timeout_s=600))
+    path = settings.home / target
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    os.kill(report.pid, signal.SIGCHLD)  # stands for its heartbeat of IDLE_S seconds
+    eventually(lambda: all(gone(pid) for pid in pids_of(report)))
+    assert settings.home.exists() == (target != "."), "what was deleted came back"
+    named = path.parent if target == "journal/segment" else path
+    sentence = f"{named.resolve()} was deleted or replaced while the fabric ran"
+    assert supervise.fallen(settings).startswith(sentence)
+    lines: list[str] = []
+    supervise.up(settings, table=[script("a")], say=lines.append)
+    assert lines[0].startswith(sentence)
+    assert supervise.fallen(settings) == ""
+
+
+def pids_of(report: supervise.UpReport) -> list[int | None]:
+    return [report.pid, *(item.pid for item in report.processes)]
+
+
+def test_the_heartbeat_alone_notices_a_deleted_home(settings: Settings) -> None:
+    report = start(settings, script("a"))
+    shutil.rmtree(settings.home)
+    eventually(lambda: all(gone(pid) for pid in pids_of(report)), within_s=supervisor.IDLE_S + 20)
+    assert not settings.home.exists()
+
+
+def test_a_fabric_that_took_over_a_lost_home_is_left_alone(settings: Settings) -> None:
+    first = start(settings, script("a"))
+    shutil.rmtree(settings.home)
+    second = start(settings, script("a"))  # before the first one's heartbeat
+    eventually(lambda: gone(first.pid))
+    assert process(settings, "a") == process_of(second, "a")
+    assert not gone(process_of(second, "a").pid)
+
+
+def test_a_deleted_folder_of_logs_is_made_again_at_the_next_start(settings: Settings) -> None:
+    before = process_of(start(settings, script("a")), "a").pid
+    shutil.rmtree(settings.log_dir)
+    os.kill(before or 0, signal.SIGKILL)
+    eventually(lambda: runs_again(settings, "a", before))
+    assert "\nready: here" in text(settings, "a")
+
+
+def test_in_the_foreground_a_second_interrupt_kills_what_does_not_stop(settings: Settings) -> None:
+    code = (
+        "import sys\n"
+        "from fabric_pipelines import supervise, settings\n"
+        "from fabric_pipelines.errors import Interrupted\n"
+        f"argv = (sys.executable, '-S', '-c', {DEAF!r})\n"
+        "specs = [supervise.ProcessSpec(n, argv, stop_timeout_s=600) for n in 'ab']\n"
+        "try: supervise.up(settings.load(), foreground=True, table=specs)\n"
+        "except Interrupted as said: print(said)\n"
+    )
+    environment = {**os.environ, **settings.as_environment()}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    ) as attached:
+        eventually(lambda: all("\nready: here" in text(settings, name) for name in "ab"))
+        pids = [item.pid for item in supervise.state(settings).processes]
+        attached.send_signal(signal.SIGINT)
+        eventually(lambda: process(settings, "a").state == "stopping")
+        attached.send_signal(signal.SIGINT)
+        output, _ = attached.communicate(timeout=20)
+    assert output.startswith("stopped at once: what ran was killed")
+    assert output.count("\n") == 1
+    assert all(gone(pid) for pid in pids)
+
+
+def text(settings: Settings, name: str) -> str:
+    log = Place.of(settings).log_of(name)
+    return log.read_text() if log.exists() else ""

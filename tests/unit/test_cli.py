@@ -174,7 +174,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(words: tuple[str, ...], sai
 
 
 def test_every_reading_command_takes_json() -> None:
-    writing = {"down", "worker run"}
+    writing = {"down", "worker run", "broker serve"}
     missing = [
         name
         for name, command in commands().items()
@@ -224,6 +224,24 @@ def test_doctor_fails_for_a_python_out_of_range_and_warns_for_models_not_pulled(
     found = list(doctor.check_models(tmp_path / "empty"))
     assert {item.status for item in found} == {"warn"}
     assert all("fabric models pull" in item.fix for item in found)
+
+
+def test_certificates_for_a_lan_are_made_with_one_command(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "papers"
+    made = answer_of(
+        fabric("broker", "certificates", "--out", str(folder), "--host", "h", "--json")
+    )
+    names = {row["name"]: row["names"] for row in made["certificates"]}
+    assert names == {
+        "ca": [],
+        "broker": ["h", "localhost", "127.0.0.1"],
+        "consumer": ["fabric://*/consumer"],
+        "completion": ["fabric://*/completion"],
+        "admin": ["fabric://*/admin"],
+        "default-producer": ["fabric://default/producer"],
+    }
+    again = fabric("broker", "certificates", "--out", str(folder), "--client", "acme/owner")
+    assert again.exit_code == 2
 
 
 def test_models_list_knows_the_catalogue_and_counts_what_is_there(home: Path) -> None:

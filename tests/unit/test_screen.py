@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
+import shutil
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
 
 from fabric_pipelines import screen
+from fabric_pipelines.broker import replies
 from fabric_pipelines.quickstart import QuickstartReport
+from fabric_pipelines.supervise import place
+from fabric_pipelines.telemetry import ProgressBoard
 
 SAMPLE = {
     "prompt": "Find the Greatest Common Divisor (GCD) of these numbers: 8, 7. Give only the GCD.\n"
@@ -102,3 +109,52 @@ def test_what_a_check_found_is_read_whole_on_any_width() -> None:
         lines = screen.page(answer, 40)
         assert sentence in " ".join(line.strip().removeprefix("- ") for line in lines)
         assert "…" not in "".join(lines)
+
+
+IDS = 1_234_567
+
+
+def test_a_number_that_tells_which_one_has_no_separators_wherever_it_stands() -> None:
+    """first_task_id was once shown as 281,474,976,710,657: nobody can look that up."""
+    names = sorted(id_names())
+    assert {"first_task_id", "task_id", "lsn", "durable_lsn", "pid", "offset"} <= set(names)
+    inside = {name: IDS for name in names}
+    answer = {**inside, "rows": [inside, inside], "inner": inside, "task_ids": [IDS, IDS]}
+    shown = "\n".join(screen.page(answer, 10_000))
+    assert "1,234,567" not in shown
+    assert shown.count(str(IDS)) == 4 * len(names) + 2 - ("task_ids" in names)
+    assert screen.value(IDS, "retired_tokens") == "1,234,567"
+
+
+def id_names() -> set[str]:
+    """Of every value that a command shows or the wire carries: whole numbers that name something."""
+    named = {"id", "ids", "lsn", "pid", "oid", "xid", "offset", "seed", "port", "incarnation"}
+    modules = (replies, place)
+    return {
+        item.name
+        for module in modules
+        for kind in vars(module).values()
+        if is_dataclass(kind)
+        for item in fields(kind)
+        if item.name.rpartition("_")[2] in named and "int" in str(item.type)
+    } | {"task_id", "durable_lsn"}
+
+
+def test_the_final_screen_says_what_must_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    lines = REPORT.summary(80).splitlines()
+    at = lines.index("What to do next; the first starts what the others read from:")
+    assert lines[at + 1].split()[:2] == ["fabric", "up"]
+    assert not any("psql" in line for line in lines), "a command that is not installed"
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/psql")
+    assert "psql" in REPORT.summary(80).splitlines()[-1]
+
+
+def test_without_a_terminal_the_last_line_of_a_bar_is_its_end() -> None:
+    stream = io.StringIO()
+    with ProgressBoard(stream) as board:
+        board.add("embed", 1000)
+        board.add("empty", 0)
+        for done in (0, 10, 999, 1000, 1000):
+            board.advance_to("embed", done)
+    assert stream.getvalue() == "embed: 1,000 / 1,000 tokens, done\n"

@@ -31,7 +31,7 @@ def walked(order: PrefixOrder, consumers: int, limit: int, seed: int = 0) -> Wal
 
 
 def sorted_order(keys: npt.NDArray[np.uint64], runs: int = 1) -> PrefixOrder:
-    order = PrefixOrder()
+    order = PrefixOrder(keys.__getitem__)
     for part in np.array_split(np.arange(len(keys)), runs):
         by_key = part[np.argsort(keys[part], kind="stable")]
         order.add(keys[by_key], by_key)
@@ -106,11 +106,13 @@ steps = st.lists(
 @settings(max_examples=200)
 @given(steps=steps)
 def test_whatever_comes_and_goes_the_order_holds_what_a_set_holds(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    order, twin, number = PrefixOrder(), set(), 0
+    table, twin, number = np.zeros(2000, np.uint64), set(), 0
+    order = PrefixOrder(table.__getitem__)
     for step in steps:
         if step[0] == "add":
             keys = np.sort(np.array(step[1], np.uint64))
             tasks = np.arange(number, number + len(keys))
+            table[tasks] = keys
             order.add(keys, tasks)
             twin |= set(tasks.tolist())
             number += len(keys)

@@ -444,7 +444,7 @@ def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames"}
     saved |= {"classes"}
     assert set(vars(State(1))) == saved | derived
-    index = {"count", "_capacity", "base", "frames", "done_frames", "moved", *COLUMNS}
+    index = {"count", "_capacity", "_columns", "base", "frames", "done_frames", "moved", *COLUMNS}
     assert set(vars(State(1).index)) == index
     lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
     assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting"}

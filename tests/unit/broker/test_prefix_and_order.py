@@ -151,7 +151,7 @@ def drain(order: PrefixOrder, limit: int) -> list[int]:
 
 
 def filled(keys: npt.NDArray[np.uint64], run: int) -> PrefixOrder:
-    order = PrefixOrder()
+    order = PrefixOrder(keys.__getitem__)
     for start in range(0, len(keys), run):
         part = keys[start : start + run]
         by_key = np.argsort(part, kind="stable")
@@ -177,8 +177,10 @@ def test_a_backlog_larger_than_a_run_comes_out_sorted_and_whole() -> None:
 
 
 def test_what_arrives_behind_the_cursor_waits_for_the_next_lap() -> None:
-    order = PrefixOrder()
-    order.add(np.arange(100, 100_100, dtype=np.uint64), np.arange(100_000))
+    table = np.zeros(500_003, np.uint64)
+    table[:100_000] = np.arange(100, 100_100)
+    order = PrefixOrder(table.__getitem__)
+    order.add(table[:100_000], np.arange(100_000))
     first = order.peek(10)
     assert first.tolist() == list(range(10))
     order.advance(10)

@@ -18,6 +18,7 @@ from fabric_pipelines.errors import (
 )
 from fabric_pipelines.models import cache as cache_module
 from fabric_pipelines.models import catalogue, recipes
+from fabric_pipelines.models.cache import lock_if_free
 from fabric_pipelines.models.catalogue import ModelSpec
 from fabric_pipelines.telemetry import ProgressBoard
 
@@ -41,7 +42,7 @@ def test_a_pulled_model_has_every_part_and_its_sources(cache: Path, tiny_folder:
         _visible(files.parts["onnxruntime-fp32"])
     )
     assert files.size == sum(row.size for row in models.installed(cache))
-    assert models.verify(NAME, cache) == []
+    assert models.verify(NAME, cache).differences == ()
 
 
 def test_a_second_pull_touches_nothing_and_needs_no_source(cache: Path, tiny_folder: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_new_runtime_gets_its_own_conversion_and_the_old_one_can_be_pruned(
     after = models.pull("tiny-bert", cache).parts
     assert set(before.values()).isdisjoint(after.values())
     old = sum(row.size for row in models.installed(cache) if not row.current)
-    assert models.prune(cache) == old > 0
+    assert models.prune(models.outdated(cache)) == old > 0
     assert {row.folder for row in models.installed(cache) if row.part != "sources"} == set(
         after.values()
     )
@@ -165,9 +166,48 @@ def test_a_changed_file_is_found_by_verify(cache: Path, tiny_folder: Path) -> No
     content = bytearray(weights.read_bytes())
     content[0] ^= 1
     weights.write_bytes(content)
-    assert models.verify("tiny-bert", cache) == [
-        "tiny-bert/onnxruntime-fp32/trunk.weights: sha256 differs from the conversion's"
+    assert models.verify("tiny-bert", cache).differences == (
+        f"{weights} changed: its sha256 is another one",
+    )
+
+
+def test_a_changed_source_a_missing_file_and_lost_contents_are_found_by_verify(
+    cache: Path, tiny_folder: Path
+) -> None:
+    files = models.pull("tiny-bert", cache, source=str(tiny_folder))
+    whole = models.verify("tiny-bert", cache)
+    assert whole.differences == ()
+    source = files.sources / files.spec.weights.name
+    source.write_bytes(source.read_bytes()[:-1])
+    tokeniser = files.parts["tokeniser"] / "tokenizer.json"
+    tokeniser.unlink()
+    described = files.parts["onnxruntime-fp32"] / recipes.CONTENTS
+    described.write_text("{")
+    found = models.verify("tiny-bert", cache)
+    assert set(found.differences) == {
+        f"{described} cannot be read",
+        f"{source} changed: its sha256 is another one",
+        f"{tokeniser} is missing",
+    }
+    assert found.files < whole.files
+
+
+def test_what_a_killed_pull_left_is_pruned_unless_somebody_pulls(
+    cache: Path, tiny_folder: Path
+) -> None:
+    models.pull("tiny-bert", cache, source=str(tiny_folder))
+    left = cache / "tiny-bert" / ".building-x"
+    left.mkdir()
+    (left / "half").write_bytes(b"x" * 10)
+    with lock_if_free(cache / "tiny-bert") as free:
+        assert free
+        assert models.outdated(cache) == []
+    assert [(row.part, row.folder, row.size) for row in models.outdated(cache)] == [
+        ("unfinished", left, 10)
     ]
+    assert models.prune(models.outdated(cache)) == 10
+    assert not left.exists()
+    assert models.verify("tiny-bert", cache).differences == ()
 
 
 def test_an_unknown_model_is_refused_with_those_that_exist(cache: Path) -> None:

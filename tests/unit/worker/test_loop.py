@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.errors import BrokerUnavailable, EngineFailed
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedTask
 from fabric_pipelines.testing.scripted_engine import Script, ScriptedEngine, expected_output
@@ -399,3 +399,31 @@ def test_counters_tell_lane_switches_idle_gaps_and_tokens() -> None:
     assert report["generated_tokens"] == engine.stats.generated_tokens > 0
     assert report["idle_gaps"] >= 1
     assert set(report["rungs"]) == {"prefetch_off", "no_new_lane", "hold", "nack_unstarted", "stop"}
+
+
+def test_until_idle_without_a_broker_ends_with_the_reason() -> None:
+    broker = ScriptedBroker(tasks(3), away=True)
+    loop, hand = worker(ScriptedEngine(), broker)
+    with pytest.raises(BrokerUnavailable, match=r"^no broker for 3\d s: "):
+        loop.run()
+    assert hand.now < 2 * Pace().patience_s
+
+
+def test_until_idle_that_loses_its_broker_finishes_what_runs_and_says_what_is_undelivered() -> None:
+    broker = ScriptedBroker(tasks(6))
+    engine = ScriptedEngine()
+    loop, _ = worker(engine, broker)
+    turn_until(loop, lambda: loop.supply.inside > 0)
+    broker.away = True
+    with pytest.raises(BrokerUnavailable, match="and 6 results stay undelivered"):
+        loop.run()
+    assert loop.counts.ok == loop.counts.undelivered == 6
+
+
+def test_a_worker_that_runs_for_good_waits_for_its_broker_without_end() -> None:
+    broker = ScriptedBroker(tasks(3), away=True)
+    loop, hand = worker(ScriptedEngine(), broker, until_idle=False)
+    turn_until(loop, lambda: hand.now > 100 * Pace().patience_s, turns=100_000)
+    broker.restart()
+    turn_until(loop, lambda: loop.counts.sent == 3)
+    assert not broker.ready
