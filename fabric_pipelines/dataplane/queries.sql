@@ -262,21 +262,23 @@ select shard, max_changed_fraction::float8, max_deleted_fraction::float8, rebuil
        min_recall::float8, extract(epoch from max_age)::float8, extract(epoch from quiet_period)::float8
 from fabric.staleness_policy order by shard;
 
+-- name: add_policy
+insert into fabric.staleness_policy (shard)
+select %(shard)s where not exists (select from fabric.staleness_policy where shard = %(shard)s);
+
 -- name: set_policy
-insert into fabric.staleness_policy as p
-values (
-    %(shard)s, %(max_changed_fraction)s, %(max_deleted_fraction)s, %(rebuild_fraction)s, %(min_recall)s,
-    %(max_age_s)s * interval '1 second', %(quiet_period_s)s * interval '1 second')
-on conflict (shard) do update set
-    max_changed_fraction = case when %(set_max_changed_fraction)s then excluded.max_changed_fraction
-                                else p.max_changed_fraction end,
-    max_deleted_fraction = case when %(set_max_deleted_fraction)s then excluded.max_deleted_fraction
-                                else p.max_deleted_fraction end,
-    rebuild_fraction = case when %(set_rebuild_fraction)s then excluded.rebuild_fraction
-                            else p.rebuild_fraction end,
-    min_recall = case when %(set_min_recall)s then excluded.min_recall else p.min_recall end,
-    max_age = case when %(set_max_age_s)s then excluded.max_age else p.max_age end,
-    quiet_period = case when %(set_quiet_period_s)s then excluded.quiet_period else p.quiet_period end
+update fabric.staleness_policy set
+    max_changed_fraction = case when %(set_max_changed_fraction)s then %(max_changed_fraction)s::numeric
+                                else max_changed_fraction end,
+    max_deleted_fraction = case when %(set_max_deleted_fraction)s then %(max_deleted_fraction)s::numeric
+                                else max_deleted_fraction end,
+    rebuild_fraction = case when %(set_rebuild_fraction)s then %(rebuild_fraction)s::numeric
+                            else rebuild_fraction end,
+    min_recall = case when %(set_min_recall)s then %(min_recall)s::numeric else min_recall end,
+    max_age = case when %(set_max_age_s)s then %(max_age_s)s::float8 * interval '1 second' else max_age end,
+    quiet_period = case when %(set_quiet_period_s)s then %(quiet_period_s)s::float8 * interval '1 second'
+                        else quiet_period end
+where shard = %(shard)s
 returning shard, max_changed_fraction::float8, max_deleted_fraction::float8, rebuild_fraction::float8,
           min_recall::float8, extract(epoch from max_age)::float8, extract(epoch from quiet_period)::float8;
 

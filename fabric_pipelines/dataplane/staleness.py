@@ -98,7 +98,8 @@ POLICY_FIELDS = tuple(item.name for item in fields(Policy) if item.name != "shar
 
 def watch(database: Database, source: Source) -> None:
     """Keep every change of the source's rows from the next snapshot on. Costs two look-ups where that is so
-    already; else it waits for writers in flight. SchemaError for a relation that takes no triggers."""
+    already; else it waits for writers in flight, and gives up as DatabaseUnavailable when one of them does not
+    end. SchemaError for a relation that is not there."""
     columns = [*source.columns, *(["*"] if source.filter else [])]
     with database.session() as connection:
         kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
@@ -106,6 +107,7 @@ def watch(database: Database, source: Source) -> None:
             raise SchemaError(f"there is no relation {source.relation!r} in this database")
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
+        connection.execute(query("bounded_waits"))
         connection.execute(
             query("watch"),
             {
@@ -202,7 +204,8 @@ def set_policy(database: Database, shard: str, changes: Mapping[str, float | Non
         raise UsageError("the defaults need a number for everything but min_recall and max_age_s")
     values = dict.fromkeys(POLICY_FIELDS) | dict(changes)
     given = {f"set_{name}": name in changes for name in POLICY_FIELDS}
-    with database.session() as connection:
+    with database.session() as connection, connection.transaction():
+        connection.execute(query("add_policy"), {"shard": shard})
         row = connection.execute(
             query("set_policy"), {"shard": shard, **values, **given}
         ).fetchone()

@@ -108,9 +108,9 @@ begin
     new_key := (select string_agg(format('n.%I', c), ', ') from unnest(compared) as c where c <> '*');
     old_key := (select string_agg(format('o.%I', c), ', ') from unnest(compared) as c where c <> '*');
     if '*' = any (compared) then
-        changed := 'coalesce(n *<> o, true)'; -- the id moved: one side is missing
+        changed := 'coalesce(record_image_ne(n, o), true)'; -- the id moved: one side is missing
     else
-        changed := format('row(%s) *<> row(%s)', new_key, old_key);
+        changed := format('record_image_ne(row(%s), row(%s))', new_key, old_key);
     end if;
     execute format(
         $make$
