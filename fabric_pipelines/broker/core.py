@@ -110,9 +110,7 @@ class Core:
 
     def _derive(self) -> None:
         state = self.state
-        ready = state.in_state(READY)
-        runs = state.runs_of(state.unsuspected(ready))
-        self._absorb(Effects(runs=runs, pieces=state.suspect_pieces(ready)))
+        self._supply.begin()
         waiting = state.in_state(COMPUTED)
         done = np.where(
             state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
@@ -385,15 +383,15 @@ class Core:
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
-        lengths = self.state.index.prompt[grant.tasks]
-        tokens, counters = int(lengths.sum()), self.counters
+        tokens, counters = grant.tokens, self.counters
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         counters["offered_tokens"] += tokens
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
-            counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
+            longest = int(self.state.index.prompt[grant.tasks].max())
+            counters["padded_tokens"] += longest * len(grant.tasks) - tokens
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)

@@ -8,6 +8,7 @@ only. Derived structures (lane orders, the queue of computed tasks) are left out
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,14 @@ class Snapshot:
     """`head`: canonical JSON; `columns` by name, in a fixed order."""
 
     head: bytes
-    columns: dict[str, Column]
+    columns: Mapping[str, Column]
+
+    def drained(self) -> Iterator[tuple[str, Column]]:
+        """Each column, which is forgotten before the next one: a snapshot that was taken is half of an index."""
+        assert isinstance(self.columns, dict)
+        while self.columns:
+            name = next(iter(self.columns))
+            yield name, self.columns.pop(name)
 
     @property
     def size(self) -> int:
@@ -150,7 +158,7 @@ def restore(snapshot: Snapshot) -> State:
     return state
 
 
-def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> None:
+def _restore_index(index: TaskIndex, count: int, columns: Mapping[str, Column]) -> None:
     index.reserve(count + SPARE_ROWS)
     index.count = count
     for name in FACTS:
@@ -161,7 +169,7 @@ def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> 
     index.moved = _unragged("moved", columns)
 
 
-def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> None:
+def _restore_accounts(state: State, columns: Mapping[str, Column], lanes: int) -> None:
     accounts = state.accounts
     accounts.grow(lanes)
     for name in ("tasks", "tokens", "marks"):
@@ -172,7 +180,7 @@ def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> N
 
 
 def _restore_submissions(
-    state: State, records: list[dict[str, Any]], columns: dict[str, Column]
+    state: State, records: list[dict[str, Any]], columns: Mapping[str, Column]
 ) -> None:
     batches = _unragged("batch", columns)
     for at, record in enumerate(records):
@@ -206,7 +214,7 @@ def _ragged(name: str, arrays: dict[int, Column]) -> dict[str, Column]:
     }
 
 
-def _unragged(name: str, columns: dict[str, Column]) -> dict[int, Column]:
+def _unragged(name: str, columns: Mapping[str, Column]) -> dict[int, Column]:
     cuts = np.cumsum(columns[f"{name}_counts"])[:-1]
     ids = columns[f"{name}_ids"].tolist()
     parts = np.split(columns[f"{name}_rows"], cuts) if ids else []

@@ -238,6 +238,18 @@ class State:
         effects.runs += self.runs_of(tasks)
         self._require_balance(lanes)
 
+    def by_lane(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """`tasks` by lane, each in the order they came in."""
+        lanes = self.index.lane[tasks]
+        if (lane := only(lanes)) is not None:
+            return [(lane, tasks)]
+        if not len(tasks):
+            return []
+        order = np.argsort(lanes, kind="stable")  # a radix sort as long as lanes are 16 bits
+        lanes, tasks = lanes[order], tasks[order]
+        cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
+        return [(int(lanes[a]), tasks[a:b]) for a, b in pairwise(cuts)]
+
     def runs_of(self, tasks: Sequences) -> list[tuple[int, npt.NDArray[np.uint64], Sequences]]:
         """`tasks` by lane, each sorted by key."""
         if not len(tasks):

@@ -121,6 +121,10 @@ class Writer:
 
     def _open(self) -> tuple[Connection, Identity]:
         """Raises IncarnationMismatch when another database answers at the URL than at first."""
+        if (
+            self._connection is not None and self._connection.broken
+        ):  # found out after the last commit
+            self.close()
         if self._connection is None:
             self._connection = self._database.connect()
             try:

@@ -43,7 +43,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port[3]}"
     finally:
         server.kill()  # it takes half a minute to say goodbye to itself
-        server.wait()
+        server.wait(timeout=60)
 
 
 @pytest.fixture
