@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from fabric_pipelines import settings as settings_module
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import StorageFailed, UsageError
 from fabric_pipelines.ids import canonical_json
@@ -101,8 +102,10 @@ class Fabric:
         labels: Mapping[str, str] | None = None,
         salt: str = "",
         wait: bool = False,
+        on_wait: Callable[[str], None] | None = None,
     ) -> Work:
-        """Make the work durable in the broker and return; with `wait` once all of it is settled.
+        """Make the work durable in the broker and return; with `wait` once all of it is settled. A broker that is
+        full or away is waited for, up to `room_wait_s` of the settings; `on_wait` gets a line before each wait.
 
         function: where results go: "generate", "embed", "hidden_states", or any name of your own
         engine: "model@runtime"; its part before "@" names the tokeniser of `texts`
@@ -141,7 +144,8 @@ class Fabric:
             labels=dict(labels or {}),
         )
         with self.connect("producer") as client:
-            client.submit(header, batches)
+            patience = Patience(self.settings.room_wait_s, on_wait)
+            client.submit(header, batches, patience=patience)
         work = Work(self, header.submission_id, function, engine, count, token_count)
         if wait:
             work.wait()

@@ -224,11 +224,13 @@ def down(ctx: typer.Context) -> None:
 def status(ctx: typer.Context, as_json: Json = False) -> None:
     """Tasks by state, per lane and in total, the balance, and the processes."""
     from fabric_pipelines import answers, supervise
+    from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
 
     settings = _settings(ctx)
     state = plain(supervise.state(settings))
-    processes = {"processes": state["processes"], "ui_url": state["ui_url"]}
+    completion = account.read(settings)
+    processes = {name: state[name] for name in ("processes", "ui_url")} | {"completion": completion}
     try:
         broker = _broker_status(settings)
     except BrokerUnavailable:
@@ -241,6 +243,8 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
         raise
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
+    if completion is not None:
+        ui["bulk writes"] = account.summary(completion)
     shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
@@ -263,6 +267,7 @@ def submit(
 
     prompts = read_prompts(file)
     work = Fabric(_settings(ctx)).submit(
+        on_wait=lambda line: typer.echo(line, err=True),
         function=function,
         engine=engine,
         sampling=_json_option("--sampling", sampling),

@@ -62,10 +62,17 @@ def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command("serve")
-def broker_serve(ctx: typer.Context) -> None:
+def broker_serve(
+    ctx: typer.Context,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Loopback port of its Prometheus counters.")
+    ] = None,
+) -> None:
     """The broker in the foreground, for a supervisor of your own; SIGTERM ends it cleanly."""
     from fabric_pipelines.broker.__main__ import run
 
+    if metrics_port is not None:
+        ctx.obj = {**(ctx.obj or {}), "metrics_port": metrics_port}
     raise typer.Exit(run(settings_of(ctx)))
 
 

@@ -25,7 +25,7 @@ _ADD, _TIMES_1, _TIMES_2 = map(
 _BY_30, _BY_27, _BY_31 = map(np.uint64, (30, 27, 31))
 
 
-def hash64(task_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def hash64(task_ids: npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64 finaliser of each id (Steele, Lea, Flood 2014); a bijection, so ids never collide."""
     x = task_ids.astype(np.uint64)
     x += _ADD

@@ -50,12 +50,35 @@ class Settings:
     tenant: str = _setting("default", "owner of what is submitted")
     segment_bytes: int = _setting(256 << 20, "size of one journal segment")
     journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    tenant_high_water_bytes: int = _setting(
+        0, "bytes of one tenant's unfinished tasks above which it is refused new ones; 0: no share"
+    )
+    room_wait_s: int = _setting(
+        600, "seconds that a submission waits for a broker that is full or away"
+    )
     checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
+    broker_cold: str = _setting("", "folder or s3:// URL that sealed journal segments move to")
+    broker_hot_high_water_bytes: int = _setting(
+        4 << 30, "with a cold tier: journal bytes on this disk above which segments move there"
+    )
+    broker_hot_low_water_bytes: int = _setting(2 << 30, "and how many of them stay")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )
+    write_rate_floor_bytes: int = _setting(
+        1_000_000, "write cost a second that bulk results always get, also without signals"
+    )
+    write_rate_most_bytes: int = _setting(
+        0, "write cost a second that they never exceed; 0: what the database takes"
+    )
+    replication_lag_bytes: int = _setting(
+        64 << 20, "a standby further behind than this slows bulk results down"
+    )
     lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
     attempts_max: int = _setting(3, "failed attempts after which a task is dead")
+    metrics_port: int = _setting(
+        0, "loopback port of the broker's Prometheus counters; 0: none are served"
+    )
     ui_host: str = _setting(
         "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise"
     )

@@ -7,13 +7,14 @@ line when it is done.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -139,3 +140,18 @@ def timed() -> Iterator[dict[str, float]]:
     finally:
         out["seconds"] = time.perf_counter() - wall
         out["cpu_seconds"] = time.process_time() - cpu
+
+
+def exposition(prefix: str, numbers: Mapping[str, Any]) -> str:
+    """Nested numbers as Prometheus text: `prefix_outer_inner value`, booleans as 0 and 1. What is no number, or not
+    known, is left out."""
+    return "".join(f"{name} {value!r}\n" for name, value in sorted(_flat(prefix, numbers)))
+
+
+def _flat(prefix: str, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in numbers.items():
+        name = f"{prefix}_{re.sub('[^a-zA-Z0-9_]', '_', key)}"
+        if isinstance(value, Mapping):
+            yield from _flat(name, value)
+        elif isinstance(value, bool | int | float):
+            yield name, float(value)

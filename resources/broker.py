@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pydantic import Field
 
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.workloads.request import Prepared
 from resources.fabric import FabricResource
+
+LOG = logging.getLogger("fabric.submit")
 
 
 class BrokerResource(FabricResource):
@@ -25,9 +29,10 @@ class BrokerResource(FabricResource):
             yield client
 
     def submit(self, prepared: Prepared) -> SubmissionState:
-        """Durable on return; submitting again changes nothing."""
+        """Durable on return; submitting again changes nothing. A broker that is full or away is waited for."""
+        patience = Patience(self.settings().room_wait_s, LOG.warning)
         with self.client() as client:
-            return client.submit(prepared.submission, prepared.batches())
+            return client.submit(prepared.submission, prepared.batches(), patience=patience)
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         with self.client() as client:

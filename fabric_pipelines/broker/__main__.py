@@ -26,8 +26,10 @@ from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk
+from fabric_pipelines.broker.exporter import Door, export
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
+from fabric_pipelines.broker.tiering import Water
 from fabric_pipelines.broker.transport import (
     TLS,
     UNIX,
@@ -39,6 +41,7 @@ from fabric_pipelines.broker.transport import (
     require_local,
 )
 from fabric_pipelines.broker.wire import error_head
+from fabric_pipelines.dataplane.cold_store import cold_store
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
@@ -79,9 +82,12 @@ def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     folder, segment_bytes = settings.journal_dir, settings.segment_bytes
+    water = Water(settings.broker_hot_high_water_bytes, settings.broker_hot_low_water_bytes)
+    store = cold_store(settings.broker_cold)
     with (
-        Journal.open(folder, segment_bytes=segment_bytes, lazy=True) as journal,
+        Journal.open(folder, segment_bytes=segment_bytes, lazy=True, store=store) as journal,
         ThreadPoolExecutor(1, "checkpoint") as writer,
+        ThreadPoolExecutor(3, "cold") as porter,  # to bring, to fetch, to remove
     ):
         make_runtime_folder(settings.runtime_dir)
         _free_socket(endpoint)
@@ -94,15 +100,20 @@ def serve(settings: Settings) -> int:
             journal,
             limits,
             journal_high_water=settings.journal_high_water_bytes,
+            tenant_high_water=settings.tenant_high_water_bytes,
             checkpoints=Checkpoints(folder, journal.journal_id, OsFileOps()),
             checkpoint_bytes=settings.checkpoint_bytes,
             background=writer.submit,
+            water=water,
+            cold_background=porter.submit,
         )
         for reason in owner.restored.ignored:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
         desk = Desk(owner, _end)
         desk.start()
-        servers = [_bind(where, desk, credentials) for where, credentials in doors]
+        shared = Door()
+        exporter = export(desk, shared, settings.metrics_port) if settings.metrics_port else None
+        servers = [_bind(where, desk, credentials, shared) for where, credentials in doors]
         calls = _bind_calls(endpoint, servers[0])
         print(  # noqa: T201 - the supervisor waits for this line
             f"broker ready on {' and '.join(where for where, _ in doors)} journal {journal.journal_id} incarnation "
@@ -110,6 +121,8 @@ def serve(settings: Settings) -> int:
             flush=True,
         )
         stop.wait()
+        if exporter is not None:
+            exporter.close()
         clean = _shut(servers, calls, desk)
         owner.finish()
     if not clean:
@@ -160,9 +173,9 @@ def _doors(settings: Settings) -> list[tuple[str, Credentials | None]]:
     return doors
 
 
-def _bind(endpoint: str, desk: Desk, credentials: Credentials | None) -> BrokerServer:
+def _bind(endpoint: str, desk: Desk, credentials: Credentials | None, shared: Door) -> BrokerServer:
     try:
-        server = BrokerServer(endpoint, desk, credentials)
+        server = BrokerServer(endpoint, desk, credentials, shared)
     except (pa.ArrowException, OSError) as fault:
         which = "BROKER_URL" if credentials is None else "BROKER_LISTEN"
         raise StorageFailed(

@@ -1,7 +1,7 @@
 """Accounts: tasks, tokens and fingerprint per state, for every lane and in total, moved by each transition.
 
-The ledger's law is asserted for the touched lanes at every move; `recount` derives the same figures from the
-index itself, which sees a task that sits in a state nobody moved it to.
+The ledger's law is asserted for the touched lanes at every move; `recount.py` derives the same figures from the
+index itself.
 """
 
 from __future__ import annotations
@@ -154,24 +154,6 @@ class Accounts:
         return found
 
 
-def recount(
-    states: npt.NDArray[np.uint8],
-    groups: Groups,
-    tokens: npt.NDArray[Any],
-    task_ids: npt.NDArray[np.int64],
-    count: int,
-) -> Accounts:
-    """The same accounts, from the state of every task."""
-    fresh = Accounts()
-    fresh.grow(count)
-    marks = hash64(task_ids)
-    for state in range(STATES):
-        chosen = np.flatnonzero(states == state)
-        for row in (0, state + 1):
-            fresh._add(row, _sums(groups[chosen], tokens[chosen], marks[chosen]))
-    return fresh
-
-
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """np.unique, which takes 30 us of a lease's 150, with a short way for the usual case of a single value."""
     return np.unique(values) if only(values) is None else values[:1]
@@ -208,7 +190,7 @@ def add_sums(
     if (one := only(at)) is not None:
         target[one] += int(amounts.sum(dtype=np.int64))
     else:
-        np.add.at(target, at, amounts)
+        np.add.at(target, at, amounts.astype(np.int64))
 
 
 def _sums(groups: Groups, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint64]) -> Sums:
@@ -219,6 +201,6 @@ def _sums(groups: Groups, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint64
     found, inverse = np.unique(groups, return_inverse=True)
     tasks = np.bincount(inverse, minlength=len(found)).astype(np.int64)
     token_sums, mark_sums = np.zeros(len(found), np.int64), np.zeros(len(found), np.uint64)
-    np.add.at(token_sums, inverse, tokens)
+    np.add.at(token_sums, inverse, tokens.astype(np.int64))  # of its own type, 40 times as fast
     np.add.at(mark_sums, inverse, marks)
     return found, tasks, token_sums, mark_sums

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -22,6 +22,8 @@ import pyarrow.flight as flight
 
 from fabric_pipelines.broker.callsocket import CallConnection
 from fabric_pipelines.broker.envelope import Part, as_part
+from fabric_pipelines.broker.patience import Patience
+from fabric_pipelines.broker.pieces import Pieces
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -51,6 +53,7 @@ from fabric_pipelines.broker.wire import (
     read_message,
 )
 from fabric_pipelines.errors import (
+    Backpressure,
     BrokerUnavailable,
     FabricError,
     SchemaError,
@@ -79,7 +82,7 @@ __all__ = [
 ]
 
 UPLOADS_OUTSTANDING = 4
-UPLOAD_BYTES = 4 << 20
+REASON_CHARACTERS = 256  # what a log keeps of one
 SLOW_CALL_S = 600.0
 # gRPC backs off for up to two minutes after failures, and shares that state between channels of a process.
 CHANNEL_OPTIONS = [
@@ -179,13 +182,33 @@ class BrokerClient:
 
     # -- producer
 
-    def submit(self, submission: Submission, batches: Iterable[pa.RecordBatch]) -> SubmissionState:
+    def submit(
+        self,
+        submission: Submission,
+        batches: Iterable[pa.RecordBatch],
+        *,
+        patience: Patience | None = None,
+    ) -> SubmissionState:
         """Returns once every batch is durable and the submission closed. Idempotent: after any error call it
-        again with the same content, cut as you like; rows that arrived before are not sent again.
+        again with the same content, cut as you like; rows that arrived before are not sent again. With
+        `patience` a broker that is full, or gone since it answered, is waited for, and the upload goes on at the row it has got to.
 
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
+        pieces = Pieces(batches)
+        while True:
+            try:
+                return self._submit(submission, pieces, patience)
+            except (Backpressure, BrokerUnavailable) as fault:
+                never = self._acknowledged is None and isinstance(fault, BrokerUnavailable)
+                if patience is None or never:  # a broker that was never there is not waited for
+                    raise
+                patience.wait(fault)
+
+    def _submit(
+        self, submission: Submission, pieces: Pieces, patience: Patience | None
+    ) -> SubmissionState:
         head = {**json.loads(submission.to_json()), **self._presented()}
         descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
@@ -194,7 +217,7 @@ class BrokerClient:
             raise self._fault(fault) from fault
         try:
             with writer:
-                state = self._upload(writer, reader, batches)
+                state = self._upload(writer, reader, pieces, patience)
                 if not state.closed:
                     writer.done_writing()
                     while not state.closed and (more := self._read_answer(reader)) is not None:
@@ -207,13 +230,13 @@ class BrokerClient:
         return state
 
     def _upload(
-        self, writer: Any, reader: Any, batches: Iterable[pa.RecordBatch]
+        self, writer: Any, reader: Any, pieces: Pieces, patience: Patience | None
     ) -> SubmissionState:
         state = self._require_answer(reader)
         if state.closed:
             return state
         outstanding = 0
-        for first_row, batch in _from_row(batches, state.enqueued):
+        for first_row, batch in pieces.from_row(state.enqueued):
             require_schema(batch, TASK_SCHEMA, "task batch")
             note = {"first_row": first_row, "crc32c": column_checksums(batch)}
             try:
@@ -228,6 +251,9 @@ class BrokerClient:
             if outstanding == UPLOADS_OUTSTANDING:
                 state = self._require_answer(reader)
                 outstanding -= 1
+                pieces.forget_below(state.enqueued)
+                if patience is not None:
+                    patience.progressed()
         for _ in range(outstanding):
             state = self._require_answer(reader)
         return state
@@ -324,7 +350,7 @@ class BrokerClient:
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
         """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it
         counts as an attempt for a task that was alone, and brings the others back in halves."""
-        head = {"reason": reason, "attempted": attempted}
+        head = {"reason": reason[:REASON_CHARACTERS], "attempted": attempted}
         return int(self._call("nack", head, ids_part(task_ids))[0]["count"])
 
     def detach(self) -> None:
@@ -455,15 +481,3 @@ def _checked(reply: dict[str, Any], part: memoryview) -> pa.RecordBatch:
     if crc32c(part) != reply["crc32c"]:
         raise SchemaError("a batch from the broker does not match its CRC32C: ask again")
     return from_ipc(part)
-
-
-def _from_row(batches: Iterable[pa.RecordBatch], row: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(first row, batch) of what lies at or after `row`, in pieces of about UPLOAD_BYTES at most."""
-    first = 0
-    for batch in batches:
-        start = min(max(row - first, 0), batch.num_rows)
-        rows = max(1, batch.num_rows * UPLOAD_BYTES // max(batch.nbytes, 1))
-        while start < batch.num_rows:
-            yield first + start, batch.slice(start, rows)
-            start += rows
-        first += batch.num_rows

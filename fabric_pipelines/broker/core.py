@@ -7,8 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
 )
-from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of, class_of
+from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
 from fabric_pipelines.broker.contents import Contents
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -52,13 +51,14 @@ from fabric_pipelines.broker.replies import (
     RenewReply,
     SubmissionState,
 )
+from fabric_pipelines.broker.sessions import Limits as Limits
+from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
-from fabric_pipelines.broker.supply import Asker, Grant, Supply
+from fabric_pipelines.broker.supply import SUSPECTS_ALONE, Asker, Grant, Supply
 from fabric_pipelines.errors import (
     BalanceBroken,
     NotAttached,
     SchemaError,
-    SettingsError,
     SubmissionConflict,
     UsageError,
 )
@@ -67,7 +67,6 @@ from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES
 from fabric_pipelines.records.confirmation import Confirmation
-from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 Sequences = npt.NDArray[np.int64]
@@ -92,43 +91,6 @@ COUNTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    lease_s: float = 30.0
-    attempts_max: int = 3
-    computed_high_water: int = 100_000
-    merge_waste: float = 0.06  # padding that a batch of several draining lanes may have, as a share
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.attempts_max <= 255:
-            raise SettingsError(f"attempts_max is {self.attempts_max}; it must be in 1..255")
-        if self.lease_s <= 0:
-            raise SettingsError(f"lease_ms is {self.lease_s * 1000:g}; it must be positive")
-        if not 0 <= self.merge_waste < 1:
-            raise SettingsError(f"merge_waste is {self.merge_waste}; it must be in [0, 1)")
-
-
-@dataclass(slots=True)
-class Session:
-    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
-    same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
-
-    name: str
-    engine: str
-    engine_fingerprint: str
-    device: str
-    profile: Profile
-    deadline_s: float
-    lane: Lane | None = None
-    call: int = -1
-    last_lease: int = 0
-    tenant: str | None = None
-    kind: str = ""  # its class of consumers
-
-    def __post_init__(self) -> None:
-        self.kind = class_of(self.engine, self.engine_fingerprint, self.profile)
-
-
 class Core:
     def __init__(self, state: State, limits: Limits, *, now_s: float = 0.0) -> None:
         """Takes a state that facts have built; leases of an earlier life stay in doubt for one lease time."""
@@ -148,7 +110,7 @@ class Core:
 
     def _derive(self) -> None:
         state = self.state
-        self._absorb(Effects(runs=state.runs_of(state.in_state(READY))))
+        self._supply.begin()
         waiting = state.in_state(COMPUTED)
         done = np.where(
             state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
@@ -388,33 +350,56 @@ class Core:
             # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
             again = call == session.call and session.last_lease in self.state.leases
             return [], self._supply.again(session.last_lease) if again else None
-        session.call = call
+        before, session.call = session.call, call
+        session.held_back = ""
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
+            return [], None
+        leases = self.state.session_leases.get(name, ())
+        if self.state.suspects and self._holds_suspects(leases):
+            session.held_back = SUSPECTS_ALONE
             return [], None
         consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
         refuser = bit_of(session.kind, self.state.classes)
-        asker = Asker(name, session.engine, refuser, consumers, session.tenant)
+        asker = Asker(
+            name, session.engine, refuser, consumers, busy=bool(leases), tenant=session.tenant
+        )
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
+            session.held_back = self._supply.held_back
+            if self._supply.withheld:
+                session.call = before  # it may be asked again: its rows are on their way
             return [], None
         self._account(session, grant)
+        self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
+    def _holds_suspects(self, leases: Iterable[int]) -> bool:
+        state = self.state
+        open_ = (state.leases[at].tasks for at in leases)
+        return any(task in state.suspects for tasks in open_ for task in tasks.tolist())
+
+    def why_held(self, name: str) -> str:
+        """Why a session got nothing though work may be ready: the broker's reason, or one of its own, which ends
+        at the latest when it holds nothing."""
+        session = self.sessions.get(name)
+        own = session.held_back if session and self.state.session_leases.get(name) else ""
+        return self.hold_reason or own
+
     def _account(self, session: Session, grant: Grant) -> None:
-        lengths = self.state.index.prompt[grant.tasks]
-        tokens, counters = int(lengths.sum()), self.counters
+        tokens, counters = grant.tokens, self.counters
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         counters["offered_tokens"] += tokens
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
-            counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
+            longest = int(self.state.index.prompt[grant.tasks].max())
+            counters["padded_tokens"] += longest * len(grant.tasks) - tokens
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)
         self._extend(session, now_s)
-        hold = bool(self.hold_reason)
+        hold = bool(self.why_held(name))
         refuser = bit_of(session.kind, self.state.classes)
         leases = self.state.session_leases.get(name, ())
         return RenewReply(
@@ -527,8 +512,10 @@ class Core:
         self.counters["late_acks"] += len(tasks) - len(ours)
         if not len(ours):
             return [], 0
-        verdicts = self._blamed(ours) if attempted else None
-        return [_returned(name, reason, ours, verdicts)], len(ours)
+        if not attempted:
+            return [_returned(name, reason, ours)], len(ours)
+        reason = f"{reason}, held by session {name}"
+        return [_returned(name, reason, ours, self._blamed(ours))], len(ours)
 
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
@@ -562,14 +549,11 @@ class Core:
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
-        """An attempt is counted only for a task that was alone in its lease, and only in the oldest lease, the
-        one that ran: what waited behind it is not to blame. The others come back in halves."""
-        leases = self.state.index.lease[held]
-        _, inverse, sizes = np.unique(leases, return_inverse=True, return_counts=True)
-        oldest = leases.min(initial=np.iinfo(leases.dtype).max, where=leases >= 0)
-        alone = (sizes[inverse] == 1) & (leases == oldest)
-        blamed = self._verdicts(held, np.full(len(held), 2, np.int32))
-        return np.where(alone, blamed, Verdict.RETURNED).astype(np.uint8)
+        """An attempt is counted only for a task that was all its session held: anything beside it may be what
+        ended the worker. More than one come back in halves, and go out one by one."""
+        if len(held) == 1 and self.state.index.lease[held[0]] >= 0:
+            return self._verdicts(held, np.full(1, STATUSES.index("failed"), np.int32))
+        return np.full(len(held), Verdict.RETURNED, np.uint8)
 
     # -- completion
 
@@ -636,6 +620,15 @@ class Core:
         return Step.DRAINING if left else Step.RETIRED
 
     # -- audits
+
+    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
+        self._supply.near = near
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the last lease passed lanes over whose next rows are away."""
+        return bool(self._supply.withheld)
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()

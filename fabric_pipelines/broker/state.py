@@ -31,11 +31,11 @@ from fabric_pipelines.broker.accounts import (
     distinct,
     has_repeats,
     only,
-    recount,
 )
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
+    Dropped,
     Enqueued,
     Fact,
     GivenUp,
@@ -48,12 +48,14 @@ from fabric_pipelines.broker.facts import (
     Started,
     SubmissionClosed,
     SubmissionOpened,
+    Uploaded,
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
 from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
 from fabric_pipelines.broker.order import PrefixOrder
 from fabric_pipelines.broker.prefix import prefix_keys
+from fabric_pipelines.broker.recount import Recounter
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
@@ -72,6 +74,8 @@ PLAIN = (
     "engines",
     "computed_padded_tokens",
     "classes",
+    "suspects",
+    "cold",
 )
 
 
@@ -129,6 +133,7 @@ class State:
         self.incarnation = incarnation
         self.index = TaskIndex()
         self.accounts = Accounts()
+        self.recounter = Recounter(incarnation << SEQUENCE_BITS)
         self.lanes: list[Lane] = []
         self.refused: list[Lane] = []  # those with a `refused_by`
         self.submissions: list[SubmissionRecord] = []
@@ -137,6 +142,7 @@ class State:
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
         self.computed_padded_tokens = 0  # as engines reported it, over everything computed
+        self.cold: dict[int, Uploaded] = {}  # segments in the cold tier, by epoch
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
@@ -147,9 +153,12 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.suspects: dict[
+            int, int
+        ] = {}  # tasks that may have ended a worker: the piece each is in
         self.classes: dict[
             str, int
-        ] = {}  # of consumers, that found a task too large; numbers of `refused_by`
+        ] = {}  # that found a task too large: the numbers in `refused_by`
 
     # -- applying facts
 
@@ -183,6 +192,10 @@ class State:
             self._moved(fact, lsn)
         elif isinstance(fact, MovedComputed):
             self._moved_computed(fact, lsn)
+        elif isinstance(fact, Uploaded):
+            self.cold[fact.epoch] = fact
+        elif isinstance(fact, Dropped):
+            self.cold = {at: up for at, up in self.cold.items() if up.last_lsn >= fact.below}
         return effects
 
     def _opened(self, fact: SubmissionOpened) -> None:
@@ -232,6 +245,18 @@ class State:
             record.first_sequence = fact.base
         effects.runs += self.runs_of(tasks)
         self._require_balance(lanes)
+
+    def by_lane(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """`tasks` by lane, each in the order they came in."""
+        lanes = self.index.lane[tasks]
+        if (lane := only(lanes)) is not None:
+            return [(lane, tasks)]
+        if not len(tasks):
+            return []
+        order = np.argsort(lanes, kind="stable")  # a radix sort as long as lanes are 16 bits
+        lanes, tasks = lanes[order], tasks[order]
+        cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
+        return [(int(lanes[a]), tasks[a:b]) for a, b in pairwise(cuts)]
 
     def runs_of(self, tasks: Sequences) -> list[tuple[int, npt.NDArray[np.uint64], Sequences]]:
         """`tasks` by lane, each sorted by key."""
@@ -289,6 +314,7 @@ class State:
         self.computed_padded_tokens += fact.padded_tokens
         large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
+        self._clear(fact.tasks)
         rows = np.flatnonzero(~(again | large))
         back, done = fact.tasks[again], fact.tasks[rows]
         self._end_lease(fact.tasks)
@@ -340,6 +366,7 @@ class State:
         tasks = fact.tasks
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
         self.index.verdict[tasks] = Verdict.REFUSED
+        self._clear(tasks)
         effects.computed = tasks
 
     def _returned(self, fact: Returned, effects: Effects) -> None:
@@ -355,23 +382,47 @@ class State:
         code = "LeaseExpired" if fact.expired else "GivenBack"
         self.reasons.update((int(task), (code, fact.reason)) for task in tasks[dead])
         effects.computed = tasks[dead]
+        self._clear(tasks[dead])
         back, leases = tasks[~dead], leases[~dead]
         self._move(back, (LEASED, IN_DOUBT), READY, "EXPIRE or NACK")
         in_doubt = leases < 0
-        effects.runs += self.runs_of(back[in_doubt])
         self._pieces(back[~in_doubt], leases[~in_doubt], fact.started, effects)
+        doubtful = back[in_doubt]
+        effects.pieces += self.suspect_pieces(doubtful)
+        effects.runs += self.runs_of(self.unsuspected(doubtful))
 
     def _pieces(self, tasks: Sequences, leases: Sequences, halve: bool, effects: Effects) -> None:
-        """By lease and lane, in prefix order. Work that had started may hold a task that
-        kills its worker: halved each time, it is alone after log2(n) rounds and blamed only then."""
+        """By lease and lane, in prefix order. Work that had started may hold a task that kills its worker:
+        halved each time, it is alone after log2(n) rounds and blamed only then."""
         lanes = self.index.lane[tasks]
         for lease, lane in sorted(set(zip(leases.tolist(), lanes.tolist(), strict=True))):
             piece = tasks[(leases == lease) & (lanes == lane)]
             piece = piece[np.argsort(self.index.key[piece], kind="stable")]
             middle = (len(piece) + 1) // 2 if halve else len(piece)
-            effects.pieces += [
-                (lane, part) for part in (piece[:middle], piece[middle:]) if len(part)
-            ]
+            parts = [part for part in (piece[:middle], piece[middle:]) if len(part)]
+            effects.pieces += [(lane, part) for part in parts]
+            for half, part in enumerate(parts if halve else ()):
+                self.suspects.update(dict.fromkeys(part.tolist(), 2 * lease + half))
+
+    def _clear(self, tasks: Sequences) -> None:
+        """Somebody reported on these: they ended nothing, or are dead of it."""
+        if self.suspects:
+            for task in tasks.tolist():
+                self.suspects.pop(task, None)
+
+    def suspect_pieces(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """Those of `tasks` under suspicion as (lane, piece), each as it is to go out: by itself."""
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for task in tasks.tolist() if self.suspects else ():
+            if task in self.suspects:
+                lane = int(self.index.lane[task])
+                pieces.setdefault((self.suspects[task], lane), []).append(task)
+        return [(lane, np.array(pieces[at, lane], np.int64)) for at, lane in sorted(pieces)]
+
+    def unsuspected(self, tasks: Sequences) -> Sequences:
+        if not self.suspects:
+            return tasks
+        return tasks[~np.isin(tasks, np.fromiter(self.suspects, np.int64, len(self.suspects)))]
 
     def _end_lease(self, tasks: Sequences) -> None:
         leases = self.index.lease[tasks]
@@ -498,14 +549,7 @@ class State:
 
     def audit(self) -> list[str]:
         """Differences between the accounts and a recount over the state of every task."""
-        count, index = self.index.count, self.index
-        fresh = recount(
-            index.state[:count],
-            index.lane[:count],
-            index.prompt[:count].astype(np.int64),
-            self.task_ids(np.arange(count, dtype=np.int64)),
-            len(self.lanes),
-        )
+        fresh = self.recounter.recount(self.index, len(self.lanes))
         return self.accounts.differences(fresh, [lane.name for lane in self.lanes])
 
     def differences(self, other: State) -> list[str]:

@@ -8,31 +8,38 @@ drain share one, and only as far as the declared waste allows. Decides nothing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import READY
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
+from fabric_pipelines.broker.order import RUN_MAX
 from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.state import Effects, State
 from fabric_pipelines.records.batch import Budget
 
 Sequences = npt.NDArray[np.int64]
+NO_PLACES: Sequences = np.zeros(0, np.int64)
+PASSED_OVER_MAX = 64
+SUSPECTS_ALONE = "work that may have ended a worker goes out by itself: finish what is held first"
 SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease to be sent: `tasks` in order; `shared` tokens of each are cached once the one before it ran.
+    """A lease to be sent: `tasks` in order, of `tokens` in all; `shared` of each are cached once the one before it ran.
     All are padded to the shape of `lane`, though some may come from lanes of shorter prompts."""
 
     lease_id: int
     lane: Lane
     tasks: Sequences
     shared: npt.NDArray[np.int64]
+    tokens: int
 
     @property
     def leader(self) -> npt.NDArray[np.bool_]:
@@ -41,13 +48,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one.
-    tenant: the one it serves, None for all."""
+    """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one. busy: it
+    holds leased tasks. tenant: the one it serves, None for all."""
 
     name: str
     engine: str
     refuser: int
     consumers: int
+    busy: bool
     tenant: str | None = None
 
 
@@ -59,10 +67,19 @@ class _View:
     who: str
     seen: Sequences
     at: npt.NDArray[np.int64]
+    front: bool = True
 
     @property
     def tasks(self) -> Sequences:
-        return self.seen[self.at]
+        return self.seen if len(self.at) == len(self.seen) else self.seen[self.at]
+
+    def upto(self, count: int) -> _View:
+        """Without the ready one at that place and what follows it."""
+        return replace(self, seen=self.seen[: self.at[count]], at=self.at[:count])
+
+
+class _RowsAway(Exception):
+    """The next rows of a lane lie in the cold tier."""
 
 
 class Supply:
@@ -70,6 +87,28 @@ class Supply:
         self._state = state
         self._merge_waste = merge_waste
         self._queues: dict[str, LaneQueue] = {}
+        self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
+        self.held_back = ""  # why the last one who asked got nothing although work is ready for it
+        # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
+        self.near: Callable[[Sequences], int] | None = None
+        self.withheld: list[Lane] = []
+
+    def begin(self) -> None:
+        """Every ready task of the state into the order of its lane, which is empty. What is under suspicion waits
+        in front, the rest is sorted when leases need it."""
+        state, parts = self._state, defaultdict[int, list[Sequences]](list)
+        suspects = np.array(sorted(state.suspects), np.int64)
+        suspects = suspects[state.index.state[suspects] == READY]
+        self.absorb(Effects(pieces=state.suspect_pieces(suspects)))
+        for begin in range(0, state.index.count, RUN_MAX):
+            states = state.index.state[begin : min(begin + RUN_MAX, state.index.count)]
+            ready = begin + np.flatnonzero(states == READY)
+            for lane, tasks in state.by_lane(state.unsuspected(ready)):
+                parts[lane].append(tasks)
+                state.index.queued[tasks] = True
+        for lane, tasks_of in parts.items():
+            state.lanes[lane].order.add_unsorted(tasks_of)
+            self._offer(state.lanes[lane])
 
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""
@@ -82,9 +121,13 @@ class Supply:
             self._state.lanes[at].order.add(keys, tasks)
             self._offer(self._state.lanes[at])
         for at, tasks in effects.pieces:
-            fresh = tasks[~queued[tasks]]
-            queued[fresh] = True
-            self._state.lanes[at].order.add_front(fresh)
+            old = tasks[queued[tasks]]
+            if len(
+                old
+            ):  # claimed while in the order: from its old place it would go out among others
+                self._state.lanes[at].order.remove(old)
+            queued[tasks] = True
+            self._state.lanes[at].order.add_front(tasks)
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
@@ -103,23 +146,69 @@ class Supply:
 
     def grant(self, asker: Asker, current: Lane | None, budget: Budget) -> Grant | None:
         """The next lease of a session, which was last served from `current`; its tasks leave the order.
-        None when nothing is ready for it."""
-        queue, who, consumers = self._queues.get(asker.engine), asker.name, asker.consumers
+        None when nothing is ready for it, or it is held back."""
+        self.held_back = ""
+        queue = self._queues.get(asker.engine)
         if queue is None:
             return None
         ready = self.ready_for(asker.engine, asker.refuser)
-        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair, asker.refuser, asker.tenant)
-        if lane is None:
-            return None
+        fair = Budget(
+            guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
+        )
+        try:
+            self.withheld = []
+            while lane := queue.choose(current, fair, asker.refuser, asker.tenant):
+                try:
+                    return self._grant_from(lane, queue, asker, current, budget, fair)
+                except _RowsAway:
+                    lane.away = True
+                    self.withheld.append(lane)
+        finally:
+            for passed in self.withheld:
+                passed.away = False
+                self._offer(passed)
+        return None
+
+    def _grant_from(
+        self,
+        lane: Lane,
+        queue: LaneQueue,
+        asker: Asker,
+        current: Lane | None,
+        budget: Budget,
+        fair: Budget,
+    ) -> Grant | None:
         if current is not None and current is not lane:
-            current.order.release(who)
+            current.order.release(asker.name)
         if not lane.key.length:
-            self._arrange(lane, budget.sequences, consumers)
-        grant = self._cut(queue, lane, fair, who)
-        lengths = self._state.index.prompt[grant.tasks]
-        queue.charge(lane.key.tenant, int(lengths.sum()))
+            self._arrange(lane, budget.sequences, asker.consumers)
+        front = self._front_is_for(lane, asker)
+        grant = self._cut(queue, lane, fair, asker.name, front=front)
+        if grant is None:
+            self.held_back = SUSPECTS_ALONE
+            return None
+        queue.charge(lane.key.tenant, grant.tokens)
         return grant
+
+    def _front_is_for(self, lane: Lane, asker: Asker) -> bool:
+        """What may have ended a worker goes out by itself, to a session that holds nothing: whatever ends that
+        one was in the piece. Others pass it over, but not for ever."""
+        suspects = self._state.suspects
+        piece = self._first_piece(lane) if suspects else NO_PLACES
+        if not asker.busy or not any(task in suspects for task in piece.tolist()):
+            self._passed_over.pop(lane.index, None)
+            return True
+        passed = self._passed_over[lane.index] = self._passed_over.get(lane.index, 0) + 1
+        return passed > PASSED_OVER_MAX
+
+    def _first_piece(self, lane: Lane) -> Sequences:
+        """What is still ready of the next thing that came back; pieces of which nothing is are dropped."""
+        while len(piece := lane.order.first_piece):
+            ready: Sequences = piece[self._state.index.state[piece] == READY]
+            if len(ready):
+                return ready
+            self._take(_View(lane, SHARED_WALK, piece, NO_PLACES), 0)
+        return piece
 
     def _arrange(self, lane: Lane, sequences: int, consumers: int) -> None:
         """The end of a draining lane of packed work goes by output, not by prefix."""
@@ -137,33 +226,39 @@ class Supply:
         tasks = lease.tasks[index.lease[lease.tasks] == lease_id]
         lanes = [self._state.lanes[at] for at in np.unique(index.lane[tasks]).tolist()]
         lane = max(lanes, key=lambda lane: lane.key.length)
-        return Grant(lease_id, lane, tasks, self._shared(lane, tasks))
+        return self._granted(lease_id, lane, tasks)
 
     def release(self, who: str) -> None:
         """The session is gone; its arcs are free."""
         for lane in self._state.lanes:
             lane.order.release(who)
 
-    def _cut(self, queue: LaneQueue, lane: Lane, budget: Budget, who: str) -> Grant:
-        """The next batch of a lane that has ready tasks."""
+    def _cut(
+        self, queue: LaneQueue, lane: Lane, budget: Budget, who: str, *, front: bool
+    ) -> Grant | None:
+        """The next batch of a lane that has ready tasks; without `front`, of those that came from no lease. None
+        if there are none."""
         index = self._state.index
-        view = self._look(lane, budget.sequences, who)
+        view = self._look(lane, budget.sequences, who, front=front)
+        if view is None:
+            return None
+        if not len(view.at):
+            raise _RowsAway
         tasks = view.tasks
-        prompt, shared = index.prompt[tasks].astype(np.int64), self._shared(lane, tasks)
-        count = pack(
-            prompt,
-            index.new[tasks].astype(np.int64),
-            budget,
-            padded_length=lane.key.length,
-            shared=shared,
-        )
+        prompt = index.prompt[tasks].astype(np.int64)
+        shared = self._shared(lane, tasks, prompt)
+        new = index.new[tasks].astype(np.int64) if budget.kv_tokens is not None else NO_PLACES
+        count = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
         thin = lane.step is Step.DRAINING and lane.key.length and not lane.fills(budget)
         if thin and count == len(tasks) == lane.ready and not lane.order.has_front:
             tasks = self._take_merged(queue, view, budget)
-            shared = self._shared(lane, tasks)
-        else:
-            tasks, shared = self._take(view, count), shared[:count]
-        return Grant(self._state.next_lease, lane, tasks, shared)
+            return self._granted(self._state.next_lease, lane, tasks)
+        tokens = int(prompt[:count].sum())
+        return Grant(self._state.next_lease, lane, self._take(view, count), shared[:count], tokens)
+
+    def _granted(self, lease_id: int, lane: Lane, tasks: Sequences) -> Grant:
+        prompt = self._state.index.prompt[tasks].astype(np.int64)
+        return Grant(lease_id, lane, tasks, self._shared(lane, tasks, prompt), int(prompt.sum()))
 
     def _take_merged(self, queue: LaneQueue, home: _View, budget: Budget) -> Sequences:
         """All that is left of a draining lane, and of its shorter neighbours what pads little enough."""
@@ -172,8 +267,10 @@ class Supply:
             if count >= budget.sequences:
                 break
             if not lane.order.has_front:
-                views.append(self._look(lane, budget.sequences - count, SHARED_WALK))
-                count += len(views[-1].at)
+                view = self._look(lane, budget.sequences - count, SHARED_WALK)
+                assert view is not None
+                views.append(view)
+                count += len(view.at)
         count = merge(
             self._state.index.prompt[np.concatenate([view.tasks for view in views])],
             len(home.at),
@@ -189,33 +286,44 @@ class Supply:
             count -= given
         return np.concatenate(parts)
 
-    def _look(self, lane: Lane, limit: int, who: str) -> _View:
-        """Entries of the order that are no longer ready are dropped on the way."""
+    def _look(self, lane: Lane, limit: int, who: str, *, front: bool = True) -> _View | None:
+        """Entries of the order that are no longer ready are dropped on the way. None, which only happens without
+        `front`: nothing is ready."""
         who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
         while True:
-            seen = lane.order.peek(limit, who)
+            seen = lane.order.peek(limit, who, front=front)
+            if not len(seen) and not front:
+                return None
             assert len(seen), (
                 f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
             )
-            view = _View(lane, who, seen, np.flatnonzero(self._state.index.state[seen] == READY))
+            at = (self._state.index.state[seen] == READY).nonzero()[0]
+            view = _View(lane, who, seen, at, front)
             if len(view.at):
-                return view
+                near = len(view.at) if self.near is None else self.near(view.tasks)
+                return view if near == len(view.at) else view.upto(near)
             self._take(view, 0)
 
     def _take(self, view: _View, count: int) -> Sequences:
         """The first `count` ready ones of a view leave the order, and the stale ones between them."""
         used = len(view.seen) if count == len(view.at) else int(view.at[count])
         self._state.index.queued[view.seen[:used]] = False
-        view.lane.order.advance(used, view.who)
+        view.lane.order.advance(used, view.who, front=view.front)
         return view.tasks[:count]
 
-    def _shared(self, lane: Lane, tasks: Sequences) -> npt.NDArray[np.int64]:
+    def _shared(
+        self, lane: Lane, tasks: Sequences, prompt: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Keys of lanes by rule 1 are of another layout: nothing is counted as shared there."""
         if lane.key.output_class:
             return np.zeros(len(tasks), np.int64)
-        index = self._state.index
-        lengths = index.prompt[tasks].astype(np.int64)
-        return shared_tokens(index.key[tasks], lengths, among=lane.enqueued)
+        return shared_tokens(self._state.index.key[tasks], prompt, among=lane.enqueued)
+
+    def ahead(self, who: str, lane: Lane, sequences: int) -> None:
+        """Rows that this session will need soon are asked for, should they be away."""
+        if self.near is not None and lane.ready:
+            who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+            self.near(lane.order.peek(sequences, who))
 
     def stranded(self) -> list[str]:
         """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""

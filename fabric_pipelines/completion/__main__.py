@@ -11,23 +11,42 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import FrameType
 
 from fabric_pipelines import settings as settings_module
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.completion.account import Account
 from fabric_pipelines.completion.receive import Receiver
 from fabric_pipelines.completion.text import Decoder
 from fabric_pipelines.dataplane.database import Database, database_url
+from fabric_pipelines.dataplane.governor import limits_of
 from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.dataplane.valve import Valve
+from fabric_pipelines.dataplane.watch import Watch
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError, as_line, storage_failed
-from fabric_pipelines.settings import Settings
+from fabric_pipelines.settings import Settings, make_runtime_folder
 
 TICK_S = 0.1
 
 
-def receiver_of(settings: Settings) -> Receiver:
-    database = Database(database_url(settings), application="fabric completion")
+def valve_of(settings: Settings) -> Valve:
+    return Valve(
+        limits_of(
+            floor=settings.write_rate_floor_bytes,
+            most=settings.write_rate_most_bytes,
+            lag_bytes=settings.replication_lag_bytes,
+        )
+    )
+
+
+def database_of(settings: Settings) -> Database:
+    return Database(database_url(settings), application="fabric completion")
+
+
+def receiver_of(settings: Settings, valve: Valve) -> Receiver:
+    database = database_of(settings)
 
     def register(journal_id: str, incarnation: int, retired: int) -> None:
         database.migrate()
@@ -36,15 +55,20 @@ def receiver_of(settings: Settings) -> Receiver:
                 f"journal {journal_id} and database {database.identity.database_id} now know each other"
             )
 
+    decode, lake = Decoder(settings.models), Lake.of(settings)
+    # two for bulk, of which the governor may use one or both, and one for what must not wait
+    target, *more = (Writer(database, decode=decode, lake=lake) for _ in range(3))
     return Receiver(
         open_source=lambda: BrokerClient.of(settings, role="completion"),
-        target=Writer(database, decode=Decoder(settings.models), lake=Lake.of(settings)),
+        target=target,
+        more_targets=more,
+        gate=valve,
         register=register,
         say=_say,
     )
 
 
-def run(receiver: Receiver) -> None:
+def run(receiver: Receiver, account: Account) -> None:
     """Until SIGTERM or SIGINT."""
     asked: list[int] = []
 
@@ -56,6 +80,7 @@ def run(receiver: Receiver) -> None:
     ready = False
     try:
         while not asked:
+            account.keep()
             pause_s = receiver.step()
             if not pause_s and not ready:
                 ready = True
@@ -74,7 +99,16 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    run(receiver_of(settings_module.load()))
+    settings = settings_module.load()
+    make_runtime_folder(settings.runtime_dir)
+    valve = valve_of(settings)
+    receiver = receiver_of(settings, valve)
+    account, watch = Account(settings, receiver, valve), Watch(database_of(settings), valve)
+    with ExitStack() as stack:
+        stack.callback(account.close)
+        stack.callback(watch.close)
+        watch.start()
+        run(receiver, account)
     return 0
 
 

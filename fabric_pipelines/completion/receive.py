@@ -1,13 +1,16 @@
 """The completion loop: pull computed tasks, land them by function, retire them once the database has them.
 
-It holds at most one pull. Whatever is away, Postgres or the broker, the loop keeps what it holds and tries
-again with growing pauses; what it holds is also still in the broker's journal, so a kill loses nothing and
-a replay changes nothing. Refuses to land for a journal that the database does not know.
+Outcomes that become dead letters land first and never wait; results are bulk, which a gate cuts into transactions
+and lets through. It holds little more than one pull. Whatever is away, Postgres or the broker, the loop keeps
+what it holds and tries again with growing pauses; what it holds is also still in the broker's journal, so a
+kill loses nothing and a replay changes nothing. Only the loop's own thread speaks with the broker, and only of what
+has landed. Refuses to land for a journal that the database does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fabric_pipelines.dataplane.valve import is_regular
 from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Landed
 from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, FabricError, TransientError
 from fabric_pipelines.ids import SEQUENCE_BITS
@@ -22,6 +26,8 @@ from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
 
 PULL_WAIT_S = 0.5
+PULLS_HELD = 2
+"""While bulk waits at the gate, so many pulls are taken in: what must not wait may be among the next rows."""
 PAUSE_LEAST_S = 0.1
 PAUSE_MOST_S = 5.0
 
@@ -57,6 +63,44 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
+class Gate(Protocol):
+    """What the loop asks of a governor before it writes, and tells it afterwards."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def writers(self) -> int: ...
+    def wait_s(self) -> float: ...
+    def waited(self, seconds: float) -> None: ...
+    def admit(self, batch: pa.RecordBatch, *, bulk: bool) -> Any: ...
+    def settle(self, leave: Any, landed: Landed) -> None: ...
+    def withdraw(self, leave: Any) -> None: ...
+
+
+class OpenGate:
+    """Lets everything through at once, in transactions of ROWS_PER_LANDING."""
+
+    rows = ROWS_PER_LANDING
+
+    def __init__(self, writers: int = 1) -> None:
+        self.writers = writers
+
+    def wait_s(self) -> float:
+        return 0.0
+
+    def waited(self, seconds: float) -> None:
+        assert seconds == 0
+
+    def admit(self, batch: pa.RecordBatch, *, bulk: bool) -> None:
+        return None
+
+    def settle(self, leave: None, landed: Landed) -> None:
+        return None
+
+    def withdraw(self, leave: None) -> None:
+        return None
+
+
 @dataclass(slots=True)
 class Counters:
     pulled: int = 0
@@ -70,15 +114,25 @@ class Counters:
 
 @dataclass(slots=True)
 class _Held:
-    """One function's rows of a pull: to be landed, then to be retired."""
+    """Rows of one function: to be landed, then to be retired. `at`: the writer that has them, or had them last and
+    may know what became of a commit without an answer."""
 
     batch: pa.RecordBatch
+    bulk: bool
+    at: int | None = None
+    leave: Any = None
+    running: Future[Landed] | None = None
     landed: Landed | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.running is None and self.landed is None
 
 
 @dataclass(slots=True)
 class Receiver:
-    """open_source: makes a broker client. register: makes journal and database known to each other, called
+    """open_source: makes a broker client. target, more_targets: writers, each used by one thread at a time; with more
+    than one the last is kept for what is not bulk. register: makes journal and database known to each other, called
     with (journal id, incarnation, tasks retired or dead) on each new connection. say: one line to people."""
 
     open_source: Callable[[], Source]
@@ -86,37 +140,50 @@ class Receiver:
     register: Callable[[str, int, int], object]
     say: Callable[[str], None] = lambda line: None
     rows: int = ROWS_PER_LANDING
+    more_targets: Sequence[Target] = ()
+    gate: Gate = field(default_factory=OpenGate)
     counters: Counters = field(default_factory=Counters)
     _source: Source | None = None
     _journal_id: str = ""
     _incarnation: int = 0
     _held: list[_Held] = field(default_factory=list)
     _pause_s: float = 0.0
+    _again: bool = False  # a new session is handed again what is held, so nothing is pulled before that is done
+    _targets: list[Target] = field(init=False)
+    _threads: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._targets = [self.target, *self.more_targets]
+        self._threads = ThreadPoolExecutor(len(self._targets), "writer")
 
     @property
     def holds(self) -> int:
         return sum(held.batch.num_rows for held in self._held)
 
     def step(self, *, wait_s: float = PULL_WAIT_S) -> float:
-        """Do the next piece of work; returns how long to pause before the next step (0 when all is well).
-        Terminal errors pass through."""
+        """Do the next piece of work; returns how long to pause before the next step: 0 when all is well and
+        nothing waits at the gate, at most PULL_WAIT_S when bulk waits there. Terminal errors pass through."""
         try:
             source = self._connected()
             if not self._held:
+                self._again = False
                 self._pull(source, wait_s)
-            while self._held:
-                self._finish(source, self._held[0])
-                del self._held[0]
+            elif not self._again and self.holds <= (PULLS_HELD - 1) * self.rows:
+                self._pull(source, 0.0)
+            gate_s = min(self._work_off(source), PULL_WAIT_S)
         except TransientError as fault:
             return self._pause(fault)
         if self._pause_s:
             self.say("completion goes on")
         self._pause_s = 0.0
-        return 0.0
+        self.gate.waited(gate_s)
+        return gate_s
 
     def close(self) -> None:
         """Hand back what was pulled and is not retired. Idempotent; the other side may be gone."""
-        self.target.close()
+        self._threads.shutdown()  # a landing that runs is awaited: its rows are handed back all the same
+        for target in self._targets:
+            target.close()
         source, self._source = self._source, None
         if source is None:
             return
@@ -148,7 +215,8 @@ class Receiver:
         if self._held and info.journal_id != self._journal_id:
             # the journal they came from still has them; this broker knows nothing of them
             self.say(f"dropped {self.holds} tasks of journal {self._journal_id}, which went away")
-            self._held.clear()
+            self._drop_held()
+        self._again = bool(self._held)
         self._journal_id, self._incarnation = info.journal_id, info.incarnation
 
     def _pull(self, source: Source, wait_s: float) -> None:
@@ -157,7 +225,9 @@ class Receiver:
             return
         self._require_own(pulled)
         self.counters.pulled += pulled.num_rows
-        self._held = [_Held(batch) for batch in by_function(pulled)]
+        first, bulk = by_class(pulled)
+        self._held[:0] = [_Held(batch, bulk=False) for batch in by_function(first)]
+        self._held += [_Held(batch, bulk=True) for batch in by_function(bulk)]
 
     def _require_own(self, pulled: pa.RecordBatch) -> None:
         found = np.unique(pulled.column("task_id").to_numpy() >> SEQUENCE_BITS).tolist()
@@ -167,17 +237,96 @@ class Receiver:
                 "restart completion, and run `fabric broker verify`"
             )
 
-    def _finish(self, source: Source, held: _Held) -> None:
-        if held.landed is None:
-            held.landed = self.target.land(held.batch)
+    def _work_off(self, source: Source) -> float:
+        """Until nothing is held, or the gate lets nothing through for the time that is returned."""
+        while self._held:
+            for held in [held for held in self._held if held.landed is not None]:
+                self._settle(source, held)
+                self._held.remove(held)
+            gate_s = self._start()
+            running = [held.running for held in self._held if held.running is not None]
+            if not running:
+                return gate_s
+            wait(running, return_when=FIRST_COMPLETED)
+            self._harvest()
+        return 0.0
+
+    def _start(self) -> float:
+        """Give writers what may be written now; returns how long bulk must wait at the gate."""
+        busy = {held.at for held in self._held if held.running is not None}
+        for held in self._held:  # grows under this loop: what _cut leaves over comes next
+            if not held.waits:
+                continue
+            bulk_running = sum(item.bulk and item.running is not None for item in self._held)
+            at = self._free(held, busy)
+            if at is None or (held.bulk and bulk_running >= max(self.gate.writers, 1)):
+                continue
+            if held.bulk:
+                gate_s = self.gate.wait_s()
+                if gate_s:
+                    return gate_s
+                self._cut(held)
+            held.at = at
+            busy.add(at)
+            held.leave = self.gate.admit(held.batch, bulk=held.bulk)
+            held.running = self._threads.submit(self._targets[at].land, held.batch)
+        return 0.0
+
+    def _free(self, held: _Held, busy: set[int | None]) -> int | None:
+        """A writer for `held`: the one that tried it before, else any of its class."""
+        if held.at is not None:
+            return None if held.at in busy else held.at
+        last = len(self._targets) - 1
+        usable = range(max(last, 1)) if held.bulk else (last,)
+        return next((at for at in usable if at not in busy), None)
+
+    def _cut(self, held: _Held) -> None:
+        """Make `held` one transaction; the rest stays behind it. What was tried before stays as it is."""
+        rows = self.gate.rows
+        if held.at is not None or held.batch.num_rows <= rows:
+            return
+        rest = _Held(held.batch.slice(rows), bulk=True)
+        held.batch = held.batch.slice(0, rows)
+        self._held.insert(self._held.index(held) + 1, rest)
+
+    def _harvest(self) -> None:
+        """Take over what writers have done. A fault of one leaves the others running, and its rows held."""
+        faults: list[BaseException] = []
+        for held in self._held:
+            if held.running is None or not held.running.done():
+                continue
+            done, held.running = held.running, None
+            fault = done.exception()
+            if fault is not None:
+                self.gate.withdraw(held.leave)
+                faults.append(fault)
+                continue
+            held.landed = done.result()
+            self.gate.settle(held.leave, held.landed)
             self.counters.landings += 1
             self.counters.inserted += held.landed.rows
             self.counters.size += held.landed.size
+        faults.sort(
+            key=lambda fault: isinstance(fault, TransientError)
+        )  # a terminal one ends the process
+        if faults:
+            raise faults[0]
+
+    def _settle(self, source: Source, held: _Held) -> None:
         landed = held.landed
+        assert landed is not None
         if landed.confirmation is not None:
             self.counters.retired += source.retire(landed.task_ids, landed.confirmation)
         if landed.dead_confirmation is not None:
             self.counters.dead += source.dead(landed.dead_task_ids, landed.dead_confirmation)
+
+    def _drop_held(self) -> None:
+        running = [held.running for held in self._held if held.running is not None]
+        wait(running)
+        for held in self._held:
+            if held.running is not None:
+                self.gate.withdraw(held.leave)
+        self._held.clear()
 
     def _pause(self, fault: FabricError) -> float:
         self.counters.faults += 1
@@ -195,3 +344,11 @@ def by_function(pulled: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     names = pulled.column("function")
     for name in names.unique().to_pylist():
         yield pulled.filter(pc.equal(names, name)) if len(names.unique()) > 1 else pulled
+
+
+def by_class(pulled: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    """(what never waits, bulk)."""
+    regular = is_regular(pulled)
+    if not pc.any(regular).as_py():
+        return pulled.slice(0, 0), pulled
+    return pulled.filter(regular), pulled.filter(pc.invert(regular))

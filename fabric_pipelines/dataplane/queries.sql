@@ -156,14 +156,65 @@ select pg_xact_status(%(xid)s::xid8);
 create temporary table if not exists {stage}
 (like {table} including defaults) on commit delete rows
 
--- name: copy_stage
-copy {stage} ({columns}) from stdin (format binary)
+-- name: copy_rows
+copy {target} ({columns}) from stdin (format binary)
 
 -- name: merge_stage
 insert into {table} ({columns}) select {columns} from {stage} on conflict (task_id) do nothing
 
+-- name: explain
+-- TIMING costs two clock reads a row and says nothing about WAL.
+explain (analyze, wal, timing off, format json) {statement}
+
 -- name: empty_stage
 delete from {stage}
+
+-- name: own_wal
+select wal_bytes::bigint from pg_stat_get_backend_wal(pg_backend_pid());
+
+-- name: flush_statistics
+-- Otherwise the numbers of this backend lag by a second.
+select pg_stat_force_next_flush();
+
+-- name: table_parts
+-- What makes a row of this table dearer: further indexes by access method, triggers that fire on insert.
+select am.amname::text
+from pg_index as i
+join pg_class as c on c.oid = i.indexrelid
+join pg_am as am on am.oid = c.relam
+where i.indrelid = to_regclass(%(table)s) and not i.indisprimary
+union all
+select case when tgtype & 1 = 1 then 'row trigger' else 'statement trigger' end
+from pg_trigger
+where tgrelid = to_regclass(%(table)s) and not tgisinternal and tgenabled <> 'D' and tgtype & 4 = 4
+order by 1;
+
+-- name: probe
+-- The smallest transaction that must reach the disk; it leaves no row.
+select pg_logical_emit_message(true, 'fabric probe', '');
+
+-- name: signal_wal_since_redo
+select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), redo_lsn)::float8
+       / pg_size_bytes(current_setting('max_wal_size'))
+from pg_control_checkpoint();
+
+-- name: signal_checkpoints_requested_17
+select num_requested from pg_stat_checkpointer;
+
+-- name: signal_checkpoints_requested_15
+select checkpoints_req from pg_stat_bgwriter;
+
+-- name: signal_wal_buffers_full
+select wal_buffers_full from pg_stat_wal;
+
+-- name: signal_replication_lag_bytes
+select max(pg_wal_lsn_diff(pg_current_wal_lsn(), replay_lsn))::bigint from pg_stat_replication;
+
+-- name: signal_lock_waiters
+select count(*)
+from pg_locks as l
+join pg_stat_activity as a using (pid)
+where not l.granted and a.datname = current_database() and a.application_name <> %(application)s;
 
 -- name: acknowledge
 insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size)

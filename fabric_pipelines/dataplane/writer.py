@@ -1,16 +1,17 @@
 """Land one pulled batch of one function in one transaction; return the proof that it is durable.
 
-Temp staging by binary COPY, insert-or-nothing by task id, dead letters, ack row, commit. A replay therefore
-changes nothing and writes no WAL for rows. A row that the database rejects becomes a dead letter with
-reason and raw bytes while the rest lands. A commit whose answer was lost is settled by asking for the
-transaction's status, never by guessing.
+Rows go straight into the table by binary COPY; where a task id is there already, the savepoint is rolled back and
+they go through a temporary twin, insert-or-nothing by task id. Dead letters, ack row, commit. A replay therefore
+changes nothing. A row that the database rejects becomes a dead letter with reason and raw bytes while the rest
+lands. A commit whose answer was lost is settled by asking for the transaction's status, never by guessing.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from fabric_pipelines.dataplane.cost import Meter
 from fabric_pipelines.dataplane.database import (
     Connection,
     Database,
@@ -55,7 +57,8 @@ TaskIds = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Landed:
     """task_ids landed (now or before) and are proven by `confirmation`; dead_task_ids are dead letters,
-    proven by `dead_confirmation`. `rows` counts what this transaction inserted, `size` the bytes sent."""
+    proven by `dead_confirmation`. `rows` counts what this transaction inserted, `size` the bytes sent;
+    wal_bytes: what the server says it wrote for it, None where it does not; commit_ms: how long COMMIT took."""
 
     task_ids: TaskIds
     confirmation: Confirmation | None
@@ -63,6 +66,8 @@ class Landed:
     dead_confirmation: Confirmation | None
     rows: int
     size: int
+    wal_bytes: int | None = None
+    commit_ms: float | None = None
 
 
 class CommitInDoubt(DatabaseUnavailable):
@@ -86,6 +91,7 @@ class Writer:
         self._decode = decode
         self._lake = lake
         self._connection: Connection | None = None
+        self._meter: Meter | None = None
         self._identity: Identity | None = None
         self._doubt: CommitInDoubt | None = None
 
@@ -98,7 +104,9 @@ class Writer:
                 return settled
             if self._lake is not None and identity.vector_type == "halfvec":
                 batch = spill(batch, self._lake, self._database)
-            landed = land(connection, batch, identity=identity, decode=self._decode)
+            landed = land(
+                connection, batch, identity=identity, decode=self._decode, meter=self._meter
+            )
         except CommitInDoubt as fault:
             self._doubt = fault
             self.close()
@@ -122,10 +130,14 @@ class Writer:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
+            self._connection = self._meter = None
 
     def _open(self) -> tuple[Connection, Identity]:
         """Raises IncarnationMismatch when another database answers at the URL than at first."""
+        if (
+            self._connection is not None and self._connection.broken
+        ):  # found out after the last commit
+            self.close()
         if self._connection is None:
             self._connection = self._database.connect()
             try:
@@ -148,6 +160,7 @@ class Writer:
                 "point FABRIC_PG_URL to the former one, or restart completion"
             )
         self._identity = identity
+        self._meter = Meter(connection)
 
     def _settle(
         self, connection: Connection, batch: pa.RecordBatch, identity: Identity
@@ -169,8 +182,10 @@ def land(
     *,
     identity: Identity,
     decode: Decode | None = None,
+    meter: Meter | None = None,
 ) -> Landed:
-    """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters.
+    """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters. `meter`: the one
+    of this connection; without one no costs are known.
 
     Raises SchemaError for a wrong batch, CommitInDoubt when the answer to COMMIT was lost, else what the
     database's fault translates to; then nothing of the batch is in the database.
@@ -180,16 +195,20 @@ def land(
     if len(functions) != 1:
         raise SchemaError(f"a landing takes one function, this batch has {functions}")
     sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
+    meter = meter or Meter(connection)
     with translated(f"database {identity.database}"):
         connection.execute("begin")
         try:
-            landed = _stage(connection, sink, batch, landing, identity)
+            meter.open()
+            landed = _fill(connection, sink, batch, landing, identity, meter)
         except BaseException:
             if not connection.broken:
                 connection.execute("rollback")
             raise
+        began = time.perf_counter()
         _commit(connection, landed, identity)
-    return landed
+        commit_ms = (time.perf_counter() - began) * 1e3
+    return replace(landed, wal_bytes=meter.seal(), commit_ms=commit_ms)
 
 
 def transaction_status(connection: Connection, xid: str) -> str | None:
@@ -215,8 +234,13 @@ def _commit(connection: Connection, landed: Landed, identity: Identity) -> None:
         ) from fault
 
 
-def _stage(
-    connection: Connection, sink: Sink, batch: pa.RecordBatch, landing: Landing, identity: Identity
+def _fill(
+    connection: Connection,
+    sink: Sink,
+    batch: pa.RecordBatch,
+    landing: Landing,
+    identity: Identity,
+    meter: Meter,
 ) -> Landed:
     """Everything of the transaction but its begin and commit."""
     row = connection.execute(query("current_xid")).fetchone()
@@ -227,7 +251,7 @@ def _stage(
     foreseen = foresee(_chosen(batch, good), sink, landing)
     refused |= {int(good[at]): item for at, item in foreseen.items()}
     rows, size = 0, 0
-    target = _Target(connection, sink.table)
+    target = _Target(connection, sink.table, meter)
     pending = [np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))]
     while pending:
         chosen = pending.pop()
@@ -235,7 +259,7 @@ def _stage(
             continue
         columns = sink.encode(_chosen(batch, chosen), landing)
         try:
-            inserted, sent = target.merge(columns)
+            inserted, sent = target.put(columns)
         except psycopg.Error as fault:
             if not _is_rejection(fault):
                 raise
@@ -249,7 +273,7 @@ def _stage(
             pending.append(np.delete(chosen, at))
             continue
         rows, size = rows + inserted, size + sent
-    return _settled(connection, sink, batch, refused, rows, size, str(row[0]), identity)
+    return _settled(connection, sink, batch, refused, rows, size, str(row[0]), identity, meter)
 
 
 def _settled(
@@ -261,11 +285,12 @@ def _settled(
     size: int,
     xid: str,
     identity: Identity,
+    meter: Meter,
 ) -> Landed:
     """Dead letters and ack row of this transaction, and what it will have proven once committed."""
     dead = np.array(sorted(refused), np.int64)
     if dead.size:
-        size += _bury(connection, _chosen(batch, dead), [refused[int(at)] for at in dead])
+        size += _bury(connection, _chosen(batch, dead), [refused[int(at)] for at in dead], meter)
     ids = _ids(batch)
     connection.execute(
         query("acknowledge"),
@@ -295,34 +320,60 @@ def _settled(
 
 
 class _Target:
-    """COPY into a temporary twin of a table, then insert what is new. The twin lives as long as the
-    connection and is empty outside a transaction."""
+    """Rows into one table. Straight by COPY, or by COPY into a temporary twin and from there what is new; the twin
+    lives as long as the connection and is empty outside a transaction."""
 
-    def __init__(self, connection: Connection, table: str) -> None:
+    def __init__(self, connection: Connection, table: str, meter: Meter) -> None:
         self._connection = connection
-        stage = "stage_" + table.partition(".")[2]
-        self._parts = {"table": relation(table), "stage": sql.Identifier("pg_temp", stage)}
-        connection.execute(
-            compose("make_stage", table=relation(table), stage=sql.Identifier(stage))
-        )
+        self._table = table
+        self._meter = meter
+        self._stage = "stage_" + table.partition(".")[2]
 
-    def merge(self, columns: Sequence[Column]) -> tuple[int, int]:
+    def put(self, columns: Sequence[Column]) -> tuple[int, int]:
         """(rows inserted, bytes sent); after a rejection the transaction is as it was before."""
         stream = encode_copy(columns)
+        rows, size = len(columns[0].values), sum(len(piece) for piece in stream)
         names = sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
-        with self._connection.transaction(), self._connection.cursor() as cursor:
-            with cursor.copy(compose("copy_stage", columns=names, **self._parts)) as copy:
-                for piece in stream:
-                    copy.write(piece)
-            inserted = cursor.execute(compose("merge_stage", columns=names, **self._parts)).rowcount
-            cursor.execute(compose("empty_stage", **self._parts))
-        return inserted, sum(len(piece) for piece in stream)
+        if self._meter.goes_straight(self._table):
+            try:
+                with self._connection.transaction():
+                    self._copy(relation(self._table), names, stream)
+                return rows, size
+            except psycopg.errors.UniqueViolation:
+                pass  # a task id is there already, or somebody's own index objects: the twin tells which
+        return self._through_stage(rows, names, stream), size
+
+    def _through_stage(self, rows: int, names: sql.Composable, stream: Sequence[memoryview]) -> int:
+        self._connection.execute(
+            compose("make_stage", table=relation(self._table), stage=sql.Identifier(self._stage))
+        )
+        stage = sql.Identifier("pg_temp", self._stage)
+        parts = {"table": relation(self._table), "stage": stage, "columns": names}
+        with self._connection.transaction():
+            self._copy(stage, names, stream)
+            inserted = self._meter.merge(compose("merge_stage", **parts))
+            self._connection.execute(compose("empty_stage", stage=stage))
+        self._meter.staged(self._table, conflicts=rows - inserted)
+        return inserted
+
+    def _copy(
+        self, target: sql.Composable, names: sql.Composable, stream: Sequence[memoryview]
+    ) -> None:
+        """`stream` is owned by nobody else: a writer of psycopg may keep a piece after write() returned."""
+        with (
+            self._connection.cursor() as cursor,
+            cursor.copy(compose("copy_rows", target=target, columns=names)) as copy,
+        ):
+            for piece in stream:
+                copy.write(piece)
 
 
-def _bury(connection: Connection, batch: pa.RecordBatch, rejections: list[Rejection]) -> int:
+def _bury(
+    connection: Connection, batch: pa.RecordBatch, rejections: list[Rejection], meter: Meter
+) -> int:
     raw = [to_ipc(batch.slice(at, 1)) for at in range(batch.num_rows)]
     columns = dead_letter_columns(batch, rejections, raw)
-    return _Target(connection, DEAD_LETTERS).merge(columns)[1]
+    return _Target(connection, DEAD_LETTERS, meter).put(columns)[1]
 
 
 def _reported(batch: pa.RecordBatch, rows: npt.NDArray[np.intp]) -> list[tuple[int, Rejection]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from fabric_pipelines.errors import StorageFailed, UsageError
 from fabric_pipelines.journal import Frame
 
@@ -69,6 +72,10 @@ class MemoryJournal:
         whole = memoryview(b"".join(bytes(piece) for piece in pieces))
         self._group.append(Frame(lsn, kind, schema_id, rows, time_us, whole))
         return lsn
+
+    def extents(self, lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        held = {frame.lsn: len(frame.payload) for frame in (*self._durable, *self._written)}
+        return np.array([held.get(lsn, 0) for lsn in lsns.tolist()], np.int64)
 
     def require_room(self, size: int) -> None:
         self._require_working()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qs, quote, urlsplit
@@ -73,7 +74,8 @@ class WireCutter:
             if cut.is_set():
                 break
         if not (cut.is_set() and self._deliver):
-            server.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the other direction may have closed it already
+                server.shutdown(socket.SHUT_RDWR)
 
     def _towards_client(
         self, client: socket.socket, server: socket.socket, cut: threading.Event

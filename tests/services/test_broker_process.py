@@ -50,7 +50,7 @@ from tests.support_broker import (
     submission_of,
     tasks_of,
 )
-from tests.support_broker_process import Broker, attach
+from tests.support_broker_process import Broker, attach, finish_everything, require_whole
 
 PRODUCER = """
 import sys
@@ -88,35 +88,6 @@ def worker(broker: Broker) -> Iterator[BrokerClient]:
 def submit(broker: Broker, header: Submission, batches: list[pa.RecordBatch]) -> int:
     with broker.client("producer") as client:
         return client.submit(header, batches).enqueued
-
-
-def finish_everything(broker: Broker) -> list[int]:
-    """A worker and a completion of a new life; the ids that were retired, in order."""
-    retired: list[int] = []
-    with broker.client("worker") as worker, broker.client("completion") as completion:
-        attach(worker)
-
-        def step() -> bool:
-            worker.renew()
-            while (lease := worker.lease(sequences=64, tokens=1 << 20, kv_tokens=None)) is not None:
-                worker.computed(completions(ids_of(lease)))
-            while (rows := completion.pull_computed(rows=500)) is not None:
-                ids = rows.column("task_id")
-                assert completion.retire(ids, LANDED) == len(ids)
-                retired.extend(ids.to_pylist())
-            return worker.status().total.open_tasks == 0
-
-        eventually(step, within_s=15, what="the end of the backlog")
-    return retired
-
-
-def require_whole(broker: Broker, tasks: int, retired: list[int]) -> None:
-    assert len(set(retired)) == len(retired)
-    with broker.client("admin") as client:
-        total = client.status().total
-        assert (total.enqueued.tasks, total.retired.tasks) == (tasks, tasks)
-        total.require_balanced("everything")
-        assert client.verify().differences == []
 
 
 def test_a_submission_of_another_process_is_there_after_a_kill(broker: Broker) -> None:
@@ -542,22 +513,6 @@ def taken(producer: BrokerClient, header: Submission, batches: list[pa.RecordBat
         return producer.submit(header, batches).closed
     except (Backpressure, StorageFailed):
         return False
-
-
-TMPFS_BYTES = 6 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root; the simulated disk covers the rest")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this root may not mount")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk_lets_acks_and_retirements_through_and_recovers(

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.ids import sequence_of, task_id
+from fabric_pipelines.ids import task_id
 from fabric_pipelines.ledger import Amount
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.profile import Profile
@@ -57,6 +57,7 @@ class TwinTask:
     holder: str = ""
     good: bool = False
     refused: frozenset[Profile] = frozenset()  # classes that found it too large
+    suspect: bool = False  # was held when a worker ended, and was not reported on since
 
 
 @dataclass
@@ -161,12 +162,19 @@ class BrokerMachine(RuleBasedStateMachine):
     )
     def lease(self, sequences: int, tokens: int, data: st.DataObject, durable: bool) -> Any:
         name = data.draw(st.sampled_from(sorted(self.attached)))
-        lease = self.bench.lease(name, Budget(sequences, tokens, None))
+        held = [self.twin.tasks[at] for at in self.twin.ids("leased", name)]
+        lease, held_back = self.bench.owner.lease(name, Budget(sequences, tokens, None), -1)
         self.attached[name] = self.bench.time.seconds + LEASE_S
         if lease is None:
             ready = [self.twin.tasks[at] for at in self.twin.ids("ready")]
-            assert all(CLASS_OF[name] in task.refused for task in ready)
+            mine = [task for task in ready if CLASS_OF[name] not in task.refused]
+            if held_back:
+                assert held
+                assert any(task.suspect for task in [*held, *mine])
+            else:
+                assert mine == []
             return multiple()
+        assert not any(task.suspect for task in held)
         ids = ids_of(lease)
         rows = lease.tasks.to_pylist()
         assert len(ids) <= sequences
@@ -176,6 +184,7 @@ class BrokerMachine(RuleBasedStateMachine):
             task = self.twin.tasks[row["task_id"]]
             assert task.state == "ready"
             assert CLASS_OF[name] not in task.refused
+            assert not (task.suspect and held), "a suspect goes out by itself"
             assert (tuple(row["tokens"]), row["attempts"]) == (task.tokens, task.attempts)
             task.state, task.holder = "leased", name
         if durable:
@@ -204,6 +213,7 @@ class BrokerMachine(RuleBasedStateMachine):
             if task.holder != name or task.state not in open_states:
                 continue
             taken += 1
+            task.suspect = False
             if status == "failed":
                 task.attempts += 1
             retry = status == "failed" and task.attempts < ATTEMPTS_MAX
@@ -221,12 +231,9 @@ class BrokerMachine(RuleBasedStateMachine):
     def nack(self, lease: tuple[str, list[int]], attempted: bool) -> None:
         name, ids = lease
         mine = [at for at in ids if at in self.twin.ids("leased", name)]
-        leases = [self.lease_of(at) for at in mine]
         assert self.bench.owner.nack(name, np.array(ids), "test", attempted) == len(mine)
         for at in mine:
-            lease_id = leases[mine.index(at)]
-            alone = leases.count(lease_id) == 1 and lease_id == min(leases)
-            self.come_back(at, blame=attempted and alone)
+            self.come_back(at, suspect=attempted, blame=attempted and len(mine) == 1)
         self.commit()
 
     # -- completion
@@ -259,29 +266,28 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # -- the world
 
-    def lease_of(self, at: int) -> int:
-        return int(self.bench.owner.core.state.index.lease[sequence_of(at)])
-
-    def come_back(self, at: int, *, blame: bool) -> None:
-        """An attempt is counted only for a task that was alone in the oldest lease, the one that ran."""
+    def come_back(self, at: int, *, suspect: bool, blame: bool) -> None:
+        """An attempt is counted only for a task that was all its session held."""
         task = self.twin.tasks[at]
         task.attempts += blame
         task.state = "computed" if blame and task.attempts >= ATTEMPTS_MAX else "ready"
+        task.suspect = task.state == "ready" and (suspect or task.suspect)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
         self.bench.time.seconds += seconds
         now = self.bench.time.seconds
         waiting = self.twin.ids("ready")
-        sizes = {k: v.open for k, v in self.bench.owner.core.state.leases.items()}
         for name in [n for n, deadline in self.attached.items() if deadline < now]:
             del self.attached[name]
             if CLASS_OF[name] not in {CLASS_OF[other] for other in self.attached}:
                 self.lost[CLASS_OF[name]] = now + 4 * LEASE_S
-            held = {at: self.lease_of(at) for at in self.twin.ids("leased", name)}
-            for at, lease_id in held.items():
-                alone = sizes[lease_id] == 1 and lease_id == min(held.values())
-                self.come_back(at, blame=alone)
+            held = self.twin.ids("leased", name)
+            unclaimed = self.twin.ids("in_doubt", name)
+            for at in held + unclaimed:
+                in_hand = at in held
+                blame = in_hand and len(held + unclaimed) == 1
+                self.come_back(at, suspect=in_hand, blame=blame)
         if now >= self.grace_s:
             self.grace_s = 0.0
             for at in self.twin.ids("in_doubt"):
@@ -290,7 +296,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for at in [] if self.grace_s else waiting:
             task = self.twin.tasks[at]
             if task.refused and self.known() and self.known() <= task.refused:
-                task.state = "computed"
+                task.state, task.suspect = "computed", False
         self.bench.owner.tick()
         self.commit()
 
@@ -358,6 +364,7 @@ class UpkeepMachine(BrokerMachine):
     @rule()
     def verify(self) -> None:
         assert self.bench.owner.verify().differences == []
+        self.commit()  # verify commits first, leases too that nobody waited for
 
 
 TestBrokerWithUpkeep = UpkeepMachine.TestCase

@@ -324,7 +324,7 @@ def test_attempts_that_were_given_back_run_out_too_and_say_why(bench: Bench) -> 
     assert (row["status"], row["error_code"], row["error_text"]) == (
         "failed",
         "GivenBack",
-        "engine fell over",
+        "engine fell over, held by session w",
     )
     assert bench.owner.verify().ok
 
