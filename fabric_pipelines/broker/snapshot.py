@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
@@ -96,6 +97,7 @@ def _head(state: State) -> bytes:
             "sessions": list(state.sessions),
             "engines": list(state.engines),
             "leases": [lease.session for lease in state.leases.values()],
+            **_cold(state),
             "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
             "lanes": [
                 {
@@ -122,6 +124,11 @@ def _head(state: State) -> bytes:
     )
 
 
+def _cold(state: State) -> dict[str, Any]:
+    """Left out where nothing is cold, as in heads from before there was a cold tier."""
+    return {"cold": [astuple(state.cold[at]) for at in sorted(state.cold)]} if state.cold else {}
+
+
 def restore(snapshot: Snapshot) -> State:
     """The state that `take` was given. KeyError, ValueError or TypeError for what is no snapshot."""
     head, columns = json.loads(snapshot.head), snapshot.columns
@@ -132,6 +139,7 @@ def restore(snapshot: Snapshot) -> State:
     state.computed_padded_tokens = head["computed_padded_tokens"]
     state.sessions = {name: at for at, name in enumerate(head["sessions"])}
     state.engines = {name: at for at, name in enumerate(head["engines"])}
+    state.cold = {fact[0]: Uploaded(*fact) for fact in head.get("cold", ())}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
