@@ -21,7 +21,7 @@ from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
-from fabric_pipelines.journal.faults import FULL, LOCK, journal_failed, take_lock
+from fabric_pipelines.journal.faults import FULL, LOCK, close_all, journal_failed, take_lock
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
     COMMIT,
@@ -171,10 +171,10 @@ class Journal:
             journal.cold.require_store()
             journal._start(recovered)
         except OSError as fault:
-            _close_all(ops, fds)
+            close_all(ops, fds)
             raise journal_failed(folder, fault, "opening") from fault
         except BaseException:
-            _close_all(ops, fds)
+            close_all(ops, fds)
             raise
         return journal
 
@@ -313,7 +313,8 @@ class Journal:
         for segment in list(self._segments):
             if segment.last_lsn < from_lsn:
                 continue
-            source = self._through(segment)
+            with self._failing_stops("reading"):
+                source = self._through(segment)
             start = max(from_lsn, segment.first_lsn)
             for lsn in range(start, min(segment.last_lsn, last) + 1):
                 yield self._frame(segment, source, lsn)
@@ -328,7 +329,9 @@ class Journal:
         segment = self._segment_of(lsn)
         if segment.cold:
             return self._frame(segment, self.cold.source(segment, lsn), lsn)
-        return self._frame(segment, segment.source(self._ops, segment.extent(lsn)), lsn)
+        with self._failing_stops("reading"):
+            source = segment.source(self._ops, segment.extent(lsn))
+        return self._frame(segment, source, lsn)
 
     def _through(self, segment: Segment) -> Source:
         """To read all of it."""
@@ -344,6 +347,9 @@ class Journal:
         segment = self._segment_of(lsn)
         if segment.cold or not segment.sealed:
             return self.read(lsn), False
+        if segment.mapped is None:
+            with self._failing_stops("mapping a segment"):
+                segment.source(self._ops)
         trusted = segment.is_read(lsn)
         return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
 
@@ -438,7 +444,7 @@ class Journal:
             self._stopped = self._stopped or f"the journal {self.folder} is closed"
             for segment in self._segments:
                 segment.mapped = None
-            _close_all(self._ops, self._fds)
+            close_all(self._ops, self._fds)
 
     def __enter__(self) -> Journal:
         return self
@@ -455,7 +461,10 @@ class Journal:
 
     def _frame(self, segment: Segment, source: Source, lsn: int, *, trusted: bool = False) -> Frame:
         offset = segment.offsets[lsn - segment.first_lsn]
-        found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+        try:  # no context manager: a lease comes by here for each frame
+            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+        except OSError as fault:
+            raise self._stop(fault, "reading") from fault
         if found is not None and not trusted:
             segment.mark_read(lsn)
         if found is None or found.header.lsn != lsn:
@@ -675,12 +684,9 @@ class Journal:
         try:
             yield
         except OSError as fault:
-            stopped = journal_failed(self.folder, fault, doing)
-            self._stopped = str(stopped)
-            raise stopped from fault
+            raise self._stop(fault, doing) from fault
 
-
-def _close_all(ops: FileOps, fds: dict[Path, int]) -> None:
-    while fds:
-        _, fd = fds.popitem()
-        ops.close(fd)
+    def _stop(self, fault: OSError, doing: str) -> StorageFailed:
+        stopped = journal_failed(self.folder, fault, doing)
+        self._stopped = str(stopped)
+        return stopped
