@@ -141,7 +141,7 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
         )
         described = describe(connection, source)
         rows = copy_rows(connection, source, described.encoding, chosen)
-        made_by = fingerprints(connection, source, described, chosen)
+        made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)
     return Moved(state, ids, rows, log[1] == "complete" and not log[2])
 

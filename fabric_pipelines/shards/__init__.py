@@ -4,6 +4,7 @@ from fabric_pipelines.shards.building import build, janitor
 from fabric_pipelines.shards.difference import Difference
 from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.recall import Recall, recall_of
+from fabric_pipelines.shards.renewal import Refreshed, refresh
 from fabric_pipelines.shards.scrub import ScrubReport, scrub
 from fabric_pipelines.shards.shard import Shard, open_generation, open_shard
 from fabric_pipelines.shards.upkeep import build_if_moved
@@ -12,6 +13,7 @@ __all__ = [
     "Difference",
     "Generation",
     "Recall",
+    "Refreshed",
     "ScrubReport",
     "Shard",
     "build",
@@ -20,5 +22,6 @@ __all__ = [
     "open_generation",
     "open_shard",
     "recall_of",
+    "refresh",
     "scrub",
 ]
