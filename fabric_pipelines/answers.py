@@ -13,6 +13,15 @@ from fabric_pipelines import screen
 SHOWN = {
     "processes": ("name", "state", "pid", "restarts", "last_exit"),
     "consumers": ("engine", "device", "leased", "session"),
+    "stale": (
+        "shard",
+        "generation",
+        "verdict",
+        "moved",
+        "moved_fraction",
+        "deleted_fraction",
+        "log",
+    ),
     "receipts": ("shard", "generation", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
     "kernels": ("family", "arch", "registers", "spills", "digest"),

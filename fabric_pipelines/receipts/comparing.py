@@ -56,24 +56,21 @@ def _differences(
         yield from field_differences(part, left, right, BETWEEN)
     yield from field_differences("parents", list(one.parents), list(two.parents), BETWEEN)
     yield from _row_differences(store, root, rows, one, two)
-    files = [_by_place(receipt) for receipt in (one, two)]
-    for place in sorted(files[0].keys() | files[1].keys()):
-        left, right = (side.get(place) for side in files)
-        known = left or right
-        assert known is not None
-        digests = [entry.sha256 if entry else "none" for entry in (left, right)]
-        if digests[0] != digests[1]:
-            yield Difference(
-                f"files.{place[0]}[{place[1]}]",
-                *digests,
-                f"{known.label}: "
-                + (
-                    "other bytes"
-                    if left and right
-                    else f"only in the {'first' if left else 'second'}"
-                ),
-            )
+    yield from _file_differences(_by_place(one), _by_place(two))
     yield from field_differences("quality", dict(one.quality), dict(two.quality), BETWEEN)
+
+
+def _file_differences(
+    first: Mapping[tuple[str, int], FileEntry], second: Mapping[tuple[str, int], FileEntry]
+) -> Iterator[Difference]:
+    for place in sorted(first.keys() | second.keys()):
+        one, two = first.get(place), second.get(place)
+        known = one or two
+        assert known is not None
+        left, right = (entry.sha256 if entry else "none" for entry in (one, two))
+        if left != right:
+            how = "other bytes" if one and two else f"only in the {'first' if one else 'second'}"
+            yield Difference(f"files.{place[0]}[{place[1]}]", left, right, f"{known.label}: {how}")
 
 
 def _plain(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,17 +44,13 @@ Floats = npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class Change:
     """What really moved. gone: places of stored rows; gone_out: rows of the quarantine; come: the rows as they
-    are now; content: the source's hash with them."""
+    are now; content: the source's hash with them; rows: how many distinct ones."""
 
     gone: Ids
     gone_out: npt.NDArray[np.intp]
     come: RowSet
     content: ContentHash
-
-    @property
-    def rows(self) -> int:
-        """Distinct rows that moved, at most."""
-        return max(len(self.gone) + len(self.gone_out), len(self.come.ids))
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ def change_of(parent: Shard, ids: Ids, now: RowSet, state: SourceState) -> Chang
     kept_out = StoredRows(out.ids[outside], out.vectors[outside], _taken(out.columns, outside))
     then_ids = np.concatenate([stored.ids, kept_out.ids])
     then = [_lanes(part, state, names) for part in (stored, kept_out)]
-    now_lanes = _lanes(StoredRows(now.ids, now.vectors, pa.table(dict(now.columns))), state, names)
+    now_lanes = row_lanes(now.ids, now.vectors, state.encoding, [now.columns[n] for n in names])
     same = _same(then_ids, np.concatenate(then), now.ids, now_lanes)
     left, come = ~np.isin(then_ids, same), ~np.isin(now.ids, same)
     gone_rows, gone_out = left[: len(places)], left[len(places) :]
@@ -123,7 +119,8 @@ def change_of(parent: Shard, ids: Ids, now: RowSet, state: SourceState) -> Chang
     )
     none = content_hash(np.zeros(0, np.int64), np.zeros((0, 1), np.float32), state.encoding, [])
     content = before.moved(gone=gone_hash[0], come=come_hash).moved(gone=gone_hash[1], come=none)
-    return Change(places[gone_rows], outside[gone_out], moved, content)
+    rows = len(np.union1d(then_ids[left], moved.ids))
+    return Change(places[gone_rows], outside[gone_out], moved, content, rows)
 
 
 def grow(parent: Shard, change: Change, base_recall: str) -> Grown:
@@ -363,10 +360,7 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[Ids]:
     return [table.column(name).to_numpy() for name in names] if len(table) else []
 
 
-def _lanes(
-    rows: StoredRows | RowSet, state: SourceState, names: Sequence[str]
-) -> npt.NDArray[np.uint64]:
-    assert isinstance(rows.columns, pa.Table)
+def _lanes(rows: StoredRows, state: SourceState, names: Sequence[str]) -> npt.NDArray[np.uint64]:
     if not len(rows.ids):
         return np.empty((0, 2), np.uint64)
     return row_lanes(rows.ids, rows.vectors, state.encoding, _columns(rows.columns, names))
@@ -386,4 +380,5 @@ def _same(
     both, left, right = np.intersect1d(then_ids, now_ids, return_indices=True)
     if not len(both):
         return both
-    return both[(then[left] == now[right]).all(axis=1)]
+    same: Ids = both[(then[left] == now[right]).all(axis=1)]
+    return same

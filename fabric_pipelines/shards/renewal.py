@@ -85,6 +85,65 @@ def refresh(
         return _Refresh(store, root, lease, row, current, source, whole, disk).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Rows that differ between a generation and its source, counted by comparing them."""
+
+    shard: str
+    generation: int
+    inserted: int
+    updated: int
+    deleted: int
+
+    @property
+    def moved(self) -> int:
+        return self.inserted + self.updated + self.deleted
+
+
+def audit(db: Database | VectorStore, root: Path, name: str) -> Audit:
+    """Compare the current generation of shard `name` with its source by bucket sums and digests, and keep what
+    was found beside the change log, which counts again from here on. Raises CorruptionFound when the
+    generation cannot be read, UsageError for one whose hash is of an older version."""
+    store = store_of(db)
+    generation = open_generation(store, root, name)
+    manifest = generation.manifest
+    if manifest.source.get("hash_version", 1) != HASH_VERSION:
+        raise UsageError(
+            f"generation {generation.number} of {name!r} has a content hash of an older version; "
+            f"`fabric receipt refresh {name}` builds it anew"
+        )
+    source = source_of(manifest.source)
+    store.watch(source)
+    with Shard(generation) as shard:
+        moved = moved_by_buckets(store, source, shard)
+        change = change_of(shard, moved.ids, moved.rows, moved.state)
+        gone = np.concatenate(
+            [shard.stored_ids()[change.gone], shard.quarantined().ids[change.gone_out]]
+        )
+    updated = np.intersect1d(gone, change.come.ids)
+    inserted = np.setdiff1d(change.come.ids, gone)
+    deleted = np.setdiff1d(gone, change.come.ids)
+    store.record_audit(
+        name,
+        generation.number,
+        moved.state.snapshot,
+        inserted=inserted,
+        updated=updated,
+        deleted=deleted,
+    )
+    return Audit(name, generation.number, len(inserted), len(updated), len(deleted))
+
+
+def moved_by_buckets(store: VectorStore, source: Source, shard: Shard) -> Moved:
+    """Candidates where no log is at hand: every row, here or there, of a bucket whose sum differs."""
+    then = ContentHash.from_json(shard.manifest.source)
+    found = store.read_buckets(source, then)
+    buckets = then.moved_buckets(found.state.content)
+    known = np.concatenate([shard.stored_ids()[shard.alive], shard.quarantined().ids])
+    known = known[np.isin(known & (BUCKETS - 1), buckets)]
+    return Moved(found.state, np.union1d(found.ids, known), found.rows, True)
+
+
 def spec_of(manifest: ShardManifest) -> IndexSpec:
     """The parameters that the generation was cut by; new centroids are trained."""
     index = manifest.recipe["index"]
@@ -155,12 +214,7 @@ class _Refresh:
             moved = self.store.read_moved(self.lease.name, self.row.generation, self.source)
             if moved.complete:
                 return moved
-        then = ContentHash.from_json(self.current.source)
-        found = self.store.read_buckets(self.source, then)
-        buckets = then.moved_buckets(found.state.content)
-        known = np.concatenate([parent.stored_ids()[parent.alive], parent.quarantined().ids])
-        known = known[np.isin(known & (BUCKETS - 1), buckets)]
-        return Moved(found.state, np.union1d(found.ids, known), found.rows, True)
+        return moved_by_buckets(self.store, self.source, parent)
 
     def _unmoved(self, generation: Generation, moved: Moved, stale: Staleness) -> Refreshed:
         """Rows are as they were: say so, so that the log counts from here on."""
