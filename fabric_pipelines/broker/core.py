@@ -7,7 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -350,7 +350,7 @@ class Core:
             # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
             again = call == session.call and session.last_lease in self.state.leases
             return [], self._supply.again(session.last_lease) if again else None
-        session.call = call
+        before, session.call = session.call, call
         session.held_back = ""
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
@@ -366,8 +366,11 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            if self._supply.withheld:
+                session.call = before  # it may be asked again: its rows are on their way
             return [], None
         self._account(session, grant)
+        self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
     def _holds_suspects(self, leases: Iterable[int]) -> bool:
@@ -617,6 +620,15 @@ class Core:
         return Step.DRAINING if left else Step.RETIRED
 
     # -- audits
+
+    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
+        self._supply.near = near
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the last lease passed lanes over whose next rows are away."""
+        return bool(self._supply.withheld)
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()

@@ -171,6 +171,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
         ).result():
             pass
+        calls = self._desk.ask(lambda owner: owner.cold_scrub(), Rank.QUESTION).result()
+        found = [call() for call in calls]  # here, so that the store keeps nobody else waiting
+        self._desk.ask(lambda owner: owner.cold_scrubbed(found), Rank.QUESTION).result()
         return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
 
     def _drain(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
@@ -60,7 +61,8 @@ class Snapshot:
 def take(state: State) -> Snapshot:
     index, accounts = state.index, state.accounts
     columns: dict[str, Column] = {}
-    for name in FACTS:
+    # copies first: they are let go before the large columns that never change are packed
+    for name in sorted(FACTS, key=lambda name: name in WRITTEN_ONCE):
         rows = getattr(index, name)[: index.count]
         columns[name] = rows if name in WRITTEN_ONCE else rows.copy()
     for name in ("base", "frames", "done_frames"):
@@ -95,6 +97,7 @@ def _head(state: State) -> bytes:
             "sessions": list(state.sessions),
             "engines": list(state.engines),
             "leases": [lease.session for lease in state.leases.values()],
+            **_cold(state),
             "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
             "lanes": [
                 {
@@ -121,6 +124,11 @@ def _head(state: State) -> bytes:
     )
 
 
+def _cold(state: State) -> dict[str, Any]:
+    """Left out where nothing is cold, as in heads from before there was a cold tier."""
+    return {"cold": [astuple(state.cold[at]) for at in sorted(state.cold)]} if state.cold else {}
+
+
 def restore(snapshot: Snapshot) -> State:
     """The state that `take` was given. KeyError, ValueError or TypeError for what is no snapshot."""
     head, columns = json.loads(snapshot.head), snapshot.columns
@@ -131,6 +139,7 @@ def restore(snapshot: Snapshot) -> State:
     state.computed_padded_tokens = head["computed_padded_tokens"]
     state.sessions = {name: at for at, name in enumerate(head["sessions"])}
     state.engines = {name: at for at, name in enumerate(head["engines"])}
+    state.cold = {fact[0]: Uploaded(*fact) for fact in head.get("cold", ())}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))

@@ -35,6 +35,7 @@ from fabric_pipelines.broker.accounts import (
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
+    Dropped,
     Enqueued,
     Fact,
     GivenUp,
@@ -47,6 +48,7 @@ from fabric_pipelines.broker.facts import (
     Started,
     SubmissionClosed,
     SubmissionOpened,
+    Uploaded,
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
@@ -73,6 +75,7 @@ PLAIN = (
     "computed_padded_tokens",
     "classes",
     "suspects",
+    "cold",
 )
 
 
@@ -139,6 +142,7 @@ class State:
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
         self.computed_padded_tokens = 0  # as engines reported it, over everything computed
+        self.cold: dict[int, Uploaded] = {}  # segments in the cold tier, by epoch
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
@@ -188,6 +192,10 @@ class State:
             self._moved(fact, lsn)
         elif isinstance(fact, MovedComputed):
             self._moved_computed(fact, lsn)
+        elif isinstance(fact, Uploaded):
+            self.cold[fact.epoch] = fact
+        elif isinstance(fact, Dropped):
+            self.cold = {at: up for at, up in self.cold.items() if up.last_lsn >= fact.below}
         return effects
 
     def _opened(self, fact: SubmissionOpened) -> None:

@@ -9,7 +9,8 @@ drain share one, and only as far as the declared waste allows. Decides nothing a
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,14 @@ class _View:
     def tasks(self) -> Sequences:
         return self.seen if len(self.at) == len(self.seen) else self.seen[self.at]
 
+    def upto(self, count: int) -> _View:
+        """Without the ready one at that place and what follows it."""
+        return replace(self, seen=self.seen[: self.at[count]], at=self.at[:count])
+
+
+class _RowsAway(Exception):
+    """The next rows of a lane lie in the cold tier."""
+
 
 class Supply:
     def __init__(self, state: State, merge_waste: float) -> None:
@@ -80,6 +89,9 @@ class Supply:
         self._queues: dict[str, LaneQueue] = {}
         self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
+        # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
+        self.near: Callable[[Sequences], int] | None = None
+        self.withheld: list[Lane] = []
 
     def begin(self) -> None:
         """Every ready task of the state into the order of its lane, which is empty. What is under suspicion waits
@@ -136,20 +148,42 @@ class Supply:
         """The next lease of a session, which was last served from `current`; its tasks leave the order.
         None when nothing is ready for it, or it is held back."""
         self.held_back = ""
-        queue, who, consumers = self._queues.get(asker.engine), asker.name, asker.consumers
+        queue = self._queues.get(asker.engine)
         if queue is None:
             return None
         ready = self.ready_for(asker.engine, asker.refuser)
-        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair, asker.refuser, asker.tenant)
-        if lane is None:
-            return None
+        fair = Budget(
+            guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
+        )
+        try:
+            self.withheld = []
+            while lane := queue.choose(current, fair, asker.refuser, asker.tenant):
+                try:
+                    return self._grant_from(lane, queue, asker, current, budget, fair)
+                except _RowsAway:
+                    lane.away = True
+                    self.withheld.append(lane)
+        finally:
+            for passed in self.withheld:
+                passed.away = False
+                self._offer(passed)
+        return None
+
+    def _grant_from(
+        self,
+        lane: Lane,
+        queue: LaneQueue,
+        asker: Asker,
+        current: Lane | None,
+        budget: Budget,
+        fair: Budget,
+    ) -> Grant | None:
         if current is not None and current is not lane:
-            current.order.release(who)
+            current.order.release(asker.name)
         if not lane.key.length:
-            self._arrange(lane, budget.sequences, consumers)
+            self._arrange(lane, budget.sequences, asker.consumers)
         front = self._front_is_for(lane, asker)
-        grant = self._cut(queue, lane, fair, who, front=front)
+        grant = self._cut(queue, lane, fair, asker.name, front=front)
         if grant is None:
             self.held_back = SUSPECTS_ALONE
             return None
@@ -208,6 +242,8 @@ class Supply:
         view = self._look(lane, budget.sequences, who, front=front)
         if view is None:
             return None
+        if not len(view.at):
+            raise _RowsAway
         tasks = view.tasks
         prompt = index.prompt[tasks].astype(np.int64)
         shared = self._shared(lane, tasks, prompt)
@@ -264,7 +300,8 @@ class Supply:
             at = (self._state.index.state[seen] == READY).nonzero()[0]
             view = _View(lane, who, seen, at, front)
             if len(view.at):
-                return view
+                near = len(view.at) if self.near is None else self.near(view.tasks)
+                return view if near == len(view.at) else view.upto(near)
             self._take(view, 0)
 
     def _take(self, view: _View, count: int) -> Sequences:
@@ -281,6 +318,12 @@ class Supply:
         if lane.key.output_class:
             return np.zeros(len(tasks), np.int64)
         return shared_tokens(self._state.index.key[tasks], prompt, among=lane.enqueued)
+
+    def ahead(self, who: str, lane: Lane, sequences: int) -> None:
+        """Rows that this session will need soon are asked for, should they be away."""
+        if self.near is not None and lane.ready:
+            who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+            self.near(lane.order.peek(sequences, who))
 
     def stranded(self) -> list[str]:
         """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""
