@@ -70,7 +70,7 @@ while True:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
-    flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 1_000}
+    flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 3_000}
     made = Broker(settings.load(flags, {}, tmp_path))
     made.start()
     yield made

@@ -25,7 +25,7 @@ from tests.support import eventually, skip_or_fail
 
 ENGINE = "all-minilm-l6-v2@onnxruntime-fp32"
 VOCABULARY = 30_522
-TASKS, HIGH_WATER = 1_800, 200
+TASKS, HIGH_WATER = 1_200, 200
 AWAY_S = float(os.environ.get("FABRIC_PG_AWAY_S", "5"))
 
 pytestmark = pytest.mark.slow
