@@ -43,6 +43,7 @@ class Kind(IntEnum):
     MOVE = 15
     MOVE_COMPUTED = 16
     GIVE_UP = 17
+    REQUEUE = 18
 
 
 class Verdict(IntEnum):
@@ -179,6 +180,17 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeued:
+    """Dead tasks that somebody wants tried again, as if they had just arrived; `reason` is that person's."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """Retired (`dead` False) or dead, with the sink's confirmation."""
 
@@ -286,6 +298,7 @@ Fact = (
     | Computed
     | Returned
     | GivenUp
+    | Requeued
     | Settled
     | Started
     | LanesStepped
@@ -373,6 +386,7 @@ _KINDS: Mapping[type, Kind] = {
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
     GivenUp: Kind.GIVE_UP,
+    Requeued: Kind.REQUEUE,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -394,4 +408,5 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
     Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
+    Kind.REQUEUE: lambda head, parts: Requeued(tasks=_sequences(parts[0]), **head),
 }

@@ -21,7 +21,7 @@ from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Fact, Moved,
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Restored
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import StorageFailed, UsageError
+from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal import Journal
 from fabric_pipelines.records.arrow import to_ipc
 
@@ -34,6 +34,7 @@ COUNTERS = (
     "moved_tasks",
     "moved_outcomes",
     "cleaning_refused",
+    "pins_given_up",
 )
 
 Background = Callable[[Callable[[], Any]], "Future[Any]"]
@@ -88,7 +89,7 @@ class Upkeep:
         self._underway: Future[CheckpointTaken | None] | None = None
         self._share = space.MOSTLY_DEAD
         self._below = 0
-        self._clearing_open = False
+        self._clearing_all = False
         self._pressed_s = float("-inf")
         self._finish_drop()
         self._keep(restored.newest, restored.older)
@@ -153,7 +154,7 @@ class Upkeep:
 
     def _make_room(self) -> None:
         """Pressed for space: if a good part of the log is dead, see to it that it can be cleared."""
-        need = space.needed(self.core.state, pin_open=False)
+        need = self._needed(pinned=False)
         holdings = self.journal.holdings
         live = space.live_bytes(need, self.journal, holdings)
         dead = sum(holding.bytes for holding in holdings) - int(live.sum())
@@ -174,14 +175,22 @@ class Upkeep:
         if self.newest is None:
             return
         holdings = self.journal.holdings
-        need = space.needed(self.core.state, pin_open=share == space.MOSTLY_DEAD)
+        need = self._needed(pinned=share == space.MOSTLY_DEAD)
         live = space.live_bytes(need, self.journal, holdings)
         self._below = space.front_to_clear(holdings, live, self.newest.lsn, share)
-        self._clearing_open = share != space.MOSTLY_DEAD
+        self._clearing_all = share != space.MOSTLY_DEAD
 
     def _clear_some(self) -> None:
         """Copy the next live rows forward, or drop the front when none are left."""
-        facts = self._next_moves()
+        try:
+            facts = self._next_moves()
+        except CorruptionFound:
+            if self._clearing_all:
+                raise
+            # a damaged row that is kept in case of need only: rather without it than not at all
+            self.counters["pins_given_up"] += 1
+            self._clearing_all = True
+            return
         if not facts:
             self._drop()
             return
@@ -196,9 +205,13 @@ class Upkeep:
             moved = "moved_tasks" if isinstance(fact, Moved) else "moved_outcomes"
             self.counters[moved] += len(fact.tasks)
 
+    def _needed(self, *, pinned: bool) -> space.Needed:
+        state, first_lsn = self.core.state, self.journal.first_lsn
+        return space.needed(state, first_lsn, pin_open=pinned, pin_dead=pinned)
+
     def _next_moves(self) -> list[Moved | MovedComputed]:
         state, below = self.core.state, self._below
-        need = space.needed(state, pin_open=not self._clearing_open)
+        need = self._needed(pinned=not self._clearing_all)
         size = min(MOVE_BYTES, self.journal.segment_bytes // 4)
         batches = space.batches_to_move(state, need, self.journal, below, size)
         if len(batches):
