@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from fabric_pipelines import settings
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.transport import Credentials
 from tests.support import eventually
 from tests.support_broker import ENGINE, LANDED, PROFILE, completions, ids_of
 
@@ -91,3 +94,41 @@ def require_whole(broker: Broker, tasks: int, retired: list[int]) -> None:
         assert (total.enqueued.tasks, total.retired.tasks) == (tasks, tasks)
         total.require_balanced("everything")
         assert client.verify().differences == []
+
+
+@dataclass
+class Served:
+    """A broker with both doors."""
+
+    broker: Broker
+    papers: Path
+    endpoint: str
+
+    def remote(self, name: str, *, role: str = "", session: str | None = None) -> BrokerClient:
+        """With that certificate; whatever `role` it declares counts for nothing."""
+        return BrokerClient(
+            self.endpoint,
+            role=role or name.rpartition("-")[2],
+            session=session,
+            timeout_s=5,
+            credentials=credentials_of(self.papers, name),
+        )
+
+
+def credentials_of(papers: Path, name: str) -> Credentials:
+    return Credentials(
+        *((papers / f"{file}").read_bytes() for file in ("ca.pem", f"{name}.pem", f"{name}.key"))
+    )
+
+
+def served_settings(home: Path, papers: Path, endpoint: str) -> settings.Settings:
+    flags: dict[str, Any] = {
+        "home": home,
+        "segment_bytes": 1 << 20,
+        "lease_ms": 1_000,
+        "broker_listen": endpoint,
+        "tls_ca": papers / "ca.pem",
+        "tls_cert": papers / "broker.pem",
+        "tls_key": papers / "broker.key",
+    }
+    return settings.load(flags, {}, home.parent)

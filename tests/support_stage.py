@@ -59,7 +59,7 @@ class Stage:
     def kill_broker(self) -> None:
         assert self.broker is not None
         self.broker.kill()
-        self.broker.communicate()
+        self.broker.communicate(timeout=60)
 
     def start_worker(self, **fields: Any) -> subprocess.Popen[str]:
         return self.spawn("fabric_pipelines.testing.scripted_worker", json.dumps(fields))
@@ -116,5 +116,5 @@ def stage(**settings: Any) -> Iterator[Stage]:
     finally:
         for process in made.started:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
         shutil.rmtree(folder)

@@ -93,7 +93,7 @@ class CallServer:
                     connection.close()
                     return
                 self._open[connection] = thread
-            thread.start()
+                thread.start()  # before `close` can see it: a thread that never ran cannot be waited for
 
     def _converse(self, connection: socket.socket) -> None:
         try:
@@ -103,6 +103,7 @@ class CallServer:
         except SchemaError as fault:
             with contextlib.suppress(OSError):
                 send(connection, self._refuse(fault), ())
+                _let_go(connection)
         except OSError:
             pass  # the caller is gone; whatever it asked for is in the journal or never was
         finally:
@@ -229,6 +230,15 @@ def _read(connection: socket.socket, size: int) -> memoryview | None:
             return None
         at += count
     return buffer
+
+
+def _let_go(connection: socket.socket) -> None:
+    """Read what is still coming, for a moment: a connection closed before that takes the answer with it."""
+    connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(_STOP_S)
+    left = _BUFFER_BYTES
+    while left > 0 and (more := connection.recv(min(left, 1 << 16))):
+        left -= len(more)
 
 
 def _widen(connection: socket.socket) -> None:

@@ -83,6 +83,7 @@ __all__ = [
 ]
 
 UPLOADS_OUTSTANDING = 4
+REASON_CHARACTERS = 256  # what a log keeps of one
 SLOW_CALL_S = 600.0
 # gRPC backs off for up to two minutes after failures, and shares that state between channels of a process.
 CHANNEL_OPTIONS = [
@@ -360,7 +361,7 @@ class BrokerClient:
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
         """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it
         counts as an attempt for a task that was alone, and brings the others back in halves."""
-        head = {"reason": reason, "attempted": attempted}
+        head = {"reason": reason[:REASON_CHARACTERS], "attempted": attempted}
         return int(self._call("nack", head, ids_part(task_ids))[0]["count"])
 
     def detach(self) -> None:

@@ -7,7 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -115,9 +115,7 @@ class Core:
 
     def _derive(self) -> None:
         state = self.state
-        ready = state.in_state(READY)
-        runs = state.runs_of(state.unsuspected(ready))
-        self._absorb(Effects(runs=runs, pieces=state.suspect_pieces(ready)))
+        self._supply.begin()
         waiting = state.in_state(COMPUTED)
         done = np.where(
             state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
@@ -362,7 +360,7 @@ class Core:
             # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
             again = call == session.call and session.last_lease in self.state.leases
             return [], self._supply.again(session.last_lease) if again else None
-        session.call = call
+        before, session.call = session.call, call
         session.held_back = ""
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
@@ -378,8 +376,11 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            if self._supply.withheld:
+                session.call = before  # it may be asked again: its rows are on their way
             return [], None
         self._account(session, grant)
+        self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
     def _holds_suspects(self, leases: Iterable[int]) -> bool:
@@ -395,15 +396,15 @@ class Core:
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
-        lengths = self.state.index.prompt[grant.tasks]
-        tokens, counters = int(lengths.sum()), self.counters
+        tokens, counters = grant.tokens, self.counters
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         counters["offered_tokens"] += tokens
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
-            counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
+            longest = int(self.state.index.prompt[grant.tasks].max())
+            counters["padded_tokens"] += longest * len(grant.tasks) - tokens
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)
@@ -652,6 +653,15 @@ class Core:
         return Step.DRAINING if left else Step.RETIRED
 
     # -- audits
+
+    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
+        self._supply.near = near
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the last lease passed lanes over whose next rows are away."""
+        return bool(self._supply.withheld)
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()

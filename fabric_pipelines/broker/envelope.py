@@ -63,7 +63,9 @@ def unpack(buffer: Any) -> tuple[dict[str, Any], list[memoryview]]:
     try:
         head = json.loads(bytes(view[_LENGTHS.size : end]))
         sizes = head.pop(_LENGTHS_KEY, [])
-    except (ValueError, AttributeError) as fault:
+        if not isinstance(head, dict) or not isinstance(sizes, list):
+            raise ValueError("it is of another kind")
+    except (ValueError, AttributeError, TypeError, RecursionError) as fault:
         raise SchemaError(f"the head of a message is not a JSON object: {fault}") from fault
     parts = []
     for size in sizes:

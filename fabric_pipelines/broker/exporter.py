@@ -40,6 +40,7 @@ HELP = {
     "computed_padded_tokens": "Padding that workers reported.",
     "closed_unproven": "Submissions closed without their fingerprint being compared.",
     "fsyncs": "Syncs of the journal.",
+    "clock_steps_back": "Times that the system's clock stepped back by more than a second.",
 }
 
 

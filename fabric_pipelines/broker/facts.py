@@ -43,7 +43,8 @@ class Kind(IntEnum):
     MOVE = 15
     MOVE_COMPUTED = 16
     GIVE_UP = 17
-    REQUEUE = 18
+    UPLOADED = 18
+    REQUEUE = 19
 
 
 class Verdict(IntEnum):
@@ -240,6 +241,29 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Uploaded:
+    """The sealed segment of that epoch is in the cold tier: an object of `size` bytes with that CRC32C was read
+    back. Its local file may go once this fact is durable."""
+
+    epoch: int
+    first_lsn: int
+    last_lsn: int
+    size: int
+    crc32c: int
+
+    def encode(self) -> list[Piece]:
+        return pack(
+            {
+                "epoch": self.epoch,
+                "first_lsn": self.first_lsn,
+                "last_lsn": self.last_lsn,
+                "size": self.size,
+                "crc32c": self.crc32c,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """Live rows of old ENQUEUE batches (`batches`: their ordinals), copied forward: row i of `ipc` is tasks[i],
     ascending. All that still lives of those batches is here."""
@@ -306,6 +330,7 @@ Fact = (
     | Dropped
     | Moved
     | MovedComputed
+    | Uploaded
 )
 
 
@@ -386,6 +411,7 @@ _KINDS: Mapping[type, Kind] = {
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
     GivenUp: Kind.GIVE_UP,
+    Uploaded: Kind.UPLOADED,
     Requeued: Kind.REQUEUE,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
@@ -408,5 +434,6 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
     Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
+    Kind.UPLOADED: lambda head, _: Uploaded(**head),
     Kind.REQUEUE: lambda head, parts: Requeued(tasks=_sequences(parts[0]), **head),
 }

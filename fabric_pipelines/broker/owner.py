@@ -8,7 +8,7 @@ is full refuses new tasks and nothing else; any other failure of the journal is 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,15 @@ from fabric_pipelines.broker.replies import (
 )
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
-from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock, ForwardWall
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
+    ColdLost,
     CorruptionFound,
+    FabricError,
     StorageFailed,
     UsageError,
 )
@@ -106,11 +109,14 @@ class Owner:
         checkpoints: Checkpoints | None = None,
         checkpoint_bytes: int = 256 << 20,
         background: Background = at_once,
+        water: Water | None = None,
+        cold_background: Background = at_once,
     ) -> None:
         """Newest checkpoint, then the tail of the journal. Whatever was leased in an earlier life is in doubt
         from here on. Without `checkpoints` the log is replayed whole and no space in it is ever freed."""
         self.journal, self.clock, self.limits = journal, clock, limits
         self.journal_high_water = journal_high_water
+        self._wall = ForwardWall(clock)
         self._checkpoints = checkpoints
         self.restored = restored = restore(journal, checkpoints)
         state = restored.state
@@ -121,6 +127,7 @@ class Owner:
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self._rate = TokenRate(0)
+        self.tiering: Tiering | None = None
         self.fsyncs = 0
         self._group_bytes = 0
         self._audit_s = clock.monotonic_s()
@@ -138,6 +145,19 @@ class Owner:
                 background=background,
             )
             self.scrubbing = Scrubbing(journal, self.core, clock)
+            if journal.cold.store is not None:
+                self.tiering = Tiering(
+                    journal,
+                    self.core,
+                    self.payloads,
+                    self._log,
+                    self.commit,
+                    water=water or Water(),
+                    clock=clock,
+                    background=cold_background,
+                )
+                self.core.look_ahead(self.tiering.near)
+                self.upkeep.join(self.tiering)
         if restarted:
             self._log([Started(fabric_pipelines.__version__)])
             self.commit()
@@ -220,7 +240,7 @@ class Owner:
         refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
-            "time_us": self.clock.wall_us(),
+            "time_us": self._wall.us(),
             "essential": not refusable,
             "spare_last": isinstance(fact, Computed),
         }
@@ -310,8 +330,10 @@ class Owner:
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
                 "fsyncs": self.fsyncs,
+                "clock_steps_back": self._wall.steps_back,
                 **(self.upkeep.counters if self.upkeep is not None else {}),
                 **(self.scrubbing.counters if self.scrubbing is not None else {}),
+                **(self.tiering.counters if self.tiering is not None else {}),
             },
             journal={
                 "journal_id": self.journal.journal_id,
@@ -319,6 +341,7 @@ class Owner:
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
+                **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
             },
             progress=self._progress(total),
@@ -358,7 +381,10 @@ class Owner:
         self.commit()
         state = self.core.state
         base = self.upkeep.base if self.upkeep is not None else None
-        twin = rebuild_from_log(self.journal, self._checkpoints, base)
+        try:
+            twin = rebuild_from_log(self.journal, self._checkpoints, base)
+        except ColdLost as lost:  # only its own tasks wait for it: no reason to stop leasing
+            return VerifyReport(False, state.index.count, state.frames, [str(lost)])
         if isinstance(twin, str):
             differences = [twin]
         else:
@@ -383,10 +409,21 @@ class Owner:
             return ScrubReport(True, 0, 0, 0)
         return self.scrubbing.report()
 
+    def cold_scrub(self) -> list[Callable[[], ColdScrub]]:
+        """One call for each cold segment that reads all of it; they may run in any thread."""
+        return self.tiering.scrub_calls() if self.tiering is not None else []
+
+    def cold_scrubbed(self, found: Sequence[ColdScrub]) -> None:
+        """Name what they found."""
+        if self.tiering is not None and self.scrubbing is not None:
+            self.tiering.scrubbed(found, self.scrubbing)
+
     def finish(self) -> None:
-        """The end of this life: write down a checkpoint that is under way."""
+        """The end of this life: write down what is under way."""
         if self.upkeep is not None:
             self.upkeep.settle()
+        if self.tiering is not None:
+            self.tiering.settle()
         self.idle()
 
     def drain(self, *, undo: bool = False) -> None:
@@ -462,7 +499,9 @@ class Owner:
     def close_submission(self, submission_id: str) -> SubmissionState:
         record, index = self.core.known(submission_id), self.core.state.index
         self._require_written(index.frames.view[record.batches].tolist())
-        whole = index.holds_whole(record.batches, self.journal.first_lsn)
+        whole = index.holds_whole(record.batches, self.journal.first_lsn) and (
+            self.tiering is None or self.tiering.all_near(record.batches)
+        )
         stored = self.payloads.batches(record.batches) if whole else None
         facts = self.core.close(submission_id, stored)
         self._log(facts)
@@ -533,7 +572,11 @@ class Owner:
         facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
         self._log(facts)
         if grant is None:
+            if self.tiering is not None and self.core.withheld:
+                raise self.tiering.why()
             return None, self.core.why_held(name)
+        if self.tiering is not None and self.tiering.near(grant.tasks) < len(grant.tasks):
+            raise self.tiering.why()  # an old lease asked for again: its rows are on their way
         frames, _ = self.core.state.index.locate(grant.tasks)
         self._require_written([int(frames.max())])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
@@ -577,6 +620,8 @@ class Owner:
         try:
             self.upkeep.tick()
             self.scrubbing.tick()
+            if self.tiering is not None:
+                self.tiering.tick()
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
 
@@ -587,7 +632,11 @@ class Owner:
         if not len(tasks):
             return None
         self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
-        return self.payloads.pulled(tasks)
+        try:
+            return self.payloads.pulled(tasks)
+        except FabricError:
+            self.core.release_pulled(name)  # rows of a dead letter lie in a store that is away
+            raise
 
     def release_pulled(self, name: str) -> None:
         self.core.release_pulled(name)

@@ -111,9 +111,17 @@ class Payloads:
         lsns = index.done_frames.view[index.done[tasks]]
         return self._gather(lsns, index.done_row[tasks].astype(np.int64))
 
+    def holds(self, lsn: int) -> bool:
+        """Whether that frame's batch is in memory."""
+        return lsn in self._cache
+
     def forget_below(self, lsn: int) -> None:
         """Those frames are about to be recycled: let go of every view of them."""
-        for old in [at for at in self._cache if at < lsn]:
+        self.forget_between(0, lsn - 1)
+
+    def forget_between(self, first_lsn: int, last_lsn: int) -> None:
+        """The file under those frames is about to go: let go of every view of it."""
+        for old in [at for at in self._cache if first_lsn <= at <= last_lsn]:
             _, size = self._cache.pop(old)
             self._memories.pop(old, None)
             self._cached_bytes -= size

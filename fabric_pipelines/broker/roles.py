@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fabric_pipelines.broker.fields import shown
 from fabric_pipelines.errors import WrongRole, WrongTenant
 
 EVERY_TENANT = "*"
@@ -73,10 +74,10 @@ class Identity:
 
 def declared(role: object) -> Identity:
     """A caller on this machine, which reaches every tenant's lanes. WrongRole for a role that does not exist."""
-    known = ALIASES.get(role, role) if isinstance(role, str) else role
+    known = ALIASES.get(role, role) if isinstance(role, str) else ""
     if known not in ALL:
-        raise WrongRole(f"there is no role {role!r}: roles are {', '.join(sorted(ALL))}")
-    return Identity(EVERY_TENANT, frozenset({str(known)}), f"role {role!r}")
+        raise WrongRole(f"there is no role {shown(role)}: roles are {', '.join(sorted(ALL))}")
+    return Identity(EVERY_TENANT, frozenset({known}), f"role {role!r}")
 
 
 def certified(peer_identity: bytes) -> Identity:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.flight as flight
 
+from fabric_pipelines.broker import fields
 from fabric_pipelines.broker.credits import require_size
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.exporter import Door
+from fabric_pipelines.broker.header import read_header, read_opening
 from fabric_pipelines.broker.owner import Owner, TaskUpload
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
@@ -54,14 +55,13 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.shape import require_function, sampling_kind
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
 UPLOADS_AHEAD = 8
 SCRUB_BYTES = 8 << 20
 WAIT_MAX_S = 5.0
-BESIDE_HEADER = frozenset({"protocol", "role", ACKNOWLEDGED})
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError)
 
 Head = Mapping[str, Any]
 Reply = tuple[dict[str, Any], tuple[Part, ...]]
@@ -147,14 +147,13 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             self._require_kept(head)
             canonical_json(head)  # what has no canonical form cannot become a fact
             return act(head, parts, who)
-        except (KeyError, TypeError, ValueError, IndexError) as fault:
-            raise UsageError(
-                f"request {name!r} is malformed: {type(fault).__name__} {fault}"
-            ) from fault
+        except MALFORMED as fault:
+            raise _malformed(name, fault) from fault
 
     def _require_kept(self, head: Head) -> None:
         if (told := head.get(ACKNOWLEDGED)) is not None:
-            self._desk.require_kept(str(told[0]), int(told[1]))
+            journal_id, lsn = told
+            self._desk.require_kept(str(journal_id), int(lsn))
 
     def _hello(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         return self._ask(lambda owner: owner.info(), Rank.QUESTION)
@@ -174,10 +173,13 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
         ).result():
             pass
+        calls = self._desk.ask(lambda owner: owner.cold_scrub(), Rank.QUESTION).result()
+        found = [call() for call in calls]  # here, so that the store keeps nobody else waiting
+        self._desk.ask(lambda owner: owner.cold_scrubbed(found), Rank.QUESTION).result()
         return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
 
     def _drain(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        undo = bool(head.get("undo", False))
+        undo = fields.flag(head, "undo", default=False)
         self._desk.ask(lambda owner: owner.drain(undo=undo), Rank.QUESTION).result()
         return {}, ()
 
@@ -187,11 +189,11 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return {"states": found}, ()
 
     def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        ids, reason = _ids(parts[0]), str(head["reason"])
+        ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)
         return self._ask(lambda owner: owner.requeue(ids, reason), Rank.ENQUEUE)
 
     def _submission(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        submission_id = str(head["submission_id"])
+        submission_id = fields.text(head, "submission_id")
 
         def find(owner: Owner) -> SubmissionState | None:
             require_own(who, owner, submission_id)
@@ -201,7 +203,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return {"state": None if found is None else as_json(found)}, ()
 
     def _close(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        submission_id = str(head["submission_id"])
+        submission_id = fields.text(head, "submission_id")
 
         def close(owner: Owner) -> SubmissionState:
             require_own(who, owner, submission_id)
@@ -210,10 +212,11 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return self._ask(close, Rank.ENQUEUE)
 
     def _attach(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        name, profile = _session(head, who), Profile(**head["profile"])
-        engine, device = str(head["engine"]), str(head["device"])
-        fingerprint, held = str(head["engine_fingerprint"]), _ids(parts[0]).tolist()
-        call, tenant = int(head.get("call", -1)), who.tenant if who.bound else None
+        name, profile = _session(head, who), _profile(head)
+        engine, device = fields.text(head, "engine"), fields.text(head, "device")
+        fingerprint, held = fields.text(head, "engine_fingerprint"), _ids(parts[0]).tolist()
+        call = fields.count(head, "call", most=fields.NUMBER_MAX)
+        tenant = who.tenant if who.bound else None
         return self._ask(
             lambda owner: owner.attach(
                 name, engine, fingerprint, device, profile, held, call, tenant
@@ -222,12 +225,11 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         )
 
     def _lease(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        name, call = _session(head, who), int(head["call"])
-        kv = head["kv_tokens"]
-        budget = Budget(
-            int(head["sequences"]), int(head["tokens"]), None if kv is None else int(kv)
-        )
-        synced = bool(head.get("synced", False))
+        name = _session(head, who)
+        call = fields.count(head, "call", most=fields.NUMBER_MAX)
+        kv = None if head["kv_tokens"] is None else fields.count(head, "kv_tokens")
+        budget = Budget(fields.count(head, "sequences"), fields.count(head, "tokens"), kv)
+        synced = fields.flag(head, "synced", default=False)
         lease, hold = self._desk.ask(
             lambda owner: owner.lease(name, budget, call), Rank.LEASE, durable=synced
         ).result()
@@ -256,7 +258,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
     def _nack(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name, ids = _session(head, who), _ids(parts[0])
-        reason, attempted = str(head["reason"]), bool(head.get("attempted", False))
+        reason = fields.text(head, "reason", least=0, most=fields.TEXT_MAX)
+        attempted = fields.flag(head, "attempted", default=False)
         count = self._desk.ask(
             lambda owner: owner.nack(name, ids, reason, attempted), Rank.ACKNOWLEDGE
         ).result()
@@ -268,10 +271,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return {}, ()
 
     def _pull(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        name, rows = _session(head, who), int(head["rows"])
-        if rows < 1:
-            raise UsageError(f"pull of {rows} rows: it must be at least 1")
-        until = time.monotonic() + min(float(head["wait_s"]), WAIT_MAX_S)
+        name, rows = _session(head, who), fields.count(head, "rows", least=1)
+        until = time.monotonic() + fields.seconds(head, "wait_s", most=WAIT_MAX_S)
         while True:
             batch = self._desk.ask(lambda owner: owner.pull(name, rows), Rank.LEASE).result()
             left = until - time.monotonic()
@@ -290,8 +291,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return {}, ()
 
     def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        ids, dead = _ids(parts[0]), bool(head["dead"])
-        confirmation = Confirmation(str(head["kind"]), dict(head["proof"]))
+        ids, dead = _ids(parts[0]), fields.flag(head, "dead")
+        confirmation = Confirmation(fields.text(head, "kind"), fields.mapping(head, "proof"))
         requeues = np.frombuffer(parts[1], np.uint8) if len(parts) > 1 else None
         if requeues is not None and len(requeues) != len(ids):
             raise UsageError(f"{len(ids)} task ids came with {len(requeues)} requeue counts")
@@ -310,12 +311,12 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         """One submission: its header is the descriptor's command, then numbered batches. The first answer is
         the submission as it stands, so that a producer can go on where an earlier one stopped."""
         try:
-            head = _opening(descriptor.command)
+            head = read_opening(descriptor.command)
             who = self._identity(context, head)
             require_role(who, "submit")
             require_protocol(head)
             self._require_kept(head)
-            header = _header(head, who)
+            header = read_header(head, who)
 
             def look_up(owner: Owner) -> SubmissionState:
                 require_own(who, owner, header.submission_id)
@@ -325,7 +326,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             self._answer(writer, state)
             if not state.closed:
                 self._receive(header, reader, writer)
-        except FabricError as fault:
+        except (FabricError, *MALFORMED) as found:
+            fault = found if isinstance(found, FabricError) else _malformed("upload", found)
             self._door.refusals.note(fault)
             _send(writer, error_head(fault))
             raise as_flight_error(fault) from fault
@@ -412,10 +414,15 @@ def _uploads(
             chunk = reader.read_chunk()
         except StopIteration:
             return
+        except (pa.ArrowException, flight.FlightError, OSError) as fault:
+            raise SchemaError(
+                f"the upload broke off, or is no Arrow stream ({str(fault).splitlines()[0][:160]}): send the rest "
+                "again"
+            ) from fault
         try:
             note = json.loads(bytes(chunk.app_metadata or b""))
             first_row, sums = int(note["first_row"]), list(note["crc32c"])
-        except (ValueError, KeyError, TypeError) as fault:
+        except MALFORMED as fault:
             raise SchemaError(
                 'a task batch needs app_metadata {"first_row": n, "crc32c": [6 numbers]}'
             ) from fault
@@ -450,39 +457,6 @@ def _send(writer: Any, head: Head) -> None:
         return
 
 
-def _opening(command: bytes | None) -> dict[str, Any]:
-    """What a stream begins with: a submission's fields, and `protocol`, `role` and `acknowledged` beside them."""
-    try:
-        head = json.loads(command or b"")
-    except ValueError as fault:
-        raise UsageError(f"not a submission header: {fault}") from fault
-    if not isinstance(head, dict):
-        raise UsageError("not a submission header: it must be a JSON object")
-    return head
-
-
-def _header(head: Head, who: Identity) -> Submission:
-    """The submission header, every field of its type; the tenant is the credential's."""
-    given = {name: value for name, value in head.items() if name not in BESIDE_HEADER}
-    if who.bound:
-        require_tenant(who, given.setdefault("tenant", who.tenant), "the submission's lane")
-    header = Submission.from_json(json.dumps(given))
-    for item in fields(Submission):
-        wanted = _HEADER_TYPES[str(item.type)]
-        value = getattr(header, item.name)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise UsageError(f"submission field {item.name} is {value!r}; it must be {item.type}")
-    require_function(header.function, sampling_kind(header.sampling))
-    try:
-        canonical_json(asdict(header))
-    except ValueError as fault:
-        raise UsageError(f"submission header has no canonical JSON: {fault}") from fault
-    return header
-
-
-_HEADER_TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict, "Mapping[str, str]": dict}
-
-
 def require_own(who: Identity, owner: Owner, submission_id: str) -> None:
     """WrongTenant if that submission is known and another tenant's."""
     if who.bound and (tenant := owner.tenant_of(submission_id)) is not None:
@@ -492,16 +466,24 @@ def require_own(who: Identity, owner: Owner, submission_id: str) -> None:
 def require_protocol(head: Head) -> None:
     if (spoken := head.get("protocol")) != PROTOCOL_VERSION:
         raise VersionRefused(
-            f"the request speaks protocol {spoken!r}, this broker {PROTOCOL_VERSION}: install the same "
+            f"the request speaks protocol {fields.shown(spoken)}, this broker {PROTOCOL_VERSION}: install the same "
             f'fabric-pipelines on both sides, or say "protocol": {PROTOCOL_VERSION} in a client of your own'
         )
 
 
 def _session(head: Head, who: Identity) -> str:
-    name = head["session"]
-    if not isinstance(name, str) or not 0 < len(name) <= 200:
-        raise UsageError("a session needs a name of 1 to 200 characters")
-    return who.session(name)
+    return who.session(fields.text(head, "session"))
+
+
+def _malformed(name: str, fault: Exception) -> UsageError:
+    return UsageError(f"request {name!r} is malformed: {type(fault).__name__} {str(fault)[:200]}")
+
+
+def _profile(head: Head) -> Profile:
+    given = fields.mapping(head, "profile")
+    for name in given:
+        fields.count(given, name)
+    return Profile(**given)
 
 
 def _ids(part: memoryview) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -8,13 +8,15 @@ only. Derived structures (lane orders, the queue of computed tasks) are left out
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
@@ -33,7 +35,14 @@ class Snapshot:
     """`head`: canonical JSON; `columns` by name, in a fixed order."""
 
     head: bytes
-    columns: dict[str, Column]
+    columns: Mapping[str, Column]
+
+    def drained(self) -> Iterator[tuple[str, Column]]:
+        """Each column, which is forgotten before the next one: a snapshot that was taken is half of an index."""
+        assert isinstance(self.columns, dict)
+        while self.columns:
+            name = next(iter(self.columns))
+            yield name, self.columns.pop(name)
 
     @property
     def size(self) -> int:
@@ -91,6 +100,7 @@ def _head(state: State) -> bytes:
             "sessions": list(state.sessions),
             "engines": list(state.engines),
             "leases": [lease.session for lease in state.leases.values()],
+            **_cold(state),
             "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
             "lanes": [
                 {
@@ -117,6 +127,11 @@ def _head(state: State) -> bytes:
     )
 
 
+def _cold(state: State) -> dict[str, Any]:
+    """Left out where nothing is cold, as in heads from before there was a cold tier."""
+    return {"cold": [astuple(state.cold[at]) for at in sorted(state.cold)]} if state.cold else {}
+
+
 def restore(snapshot: Snapshot) -> State:
     """The state that `take` was given. KeyError, ValueError or TypeError for what is no snapshot."""
     head, columns = json.loads(snapshot.head), snapshot.columns
@@ -127,6 +142,7 @@ def restore(snapshot: Snapshot) -> State:
     state.computed_padded_tokens = head["computed_padded_tokens"]
     state.sessions = {name: at for at, name in enumerate(head["sessions"])}
     state.engines = {name: at for at, name in enumerate(head["engines"])}
+    state.cold = {fact[0]: Uploaded(*fact) for fact in head.get("cold", ())}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
@@ -155,7 +171,7 @@ def restore(snapshot: Snapshot) -> State:
     return state
 
 
-def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> None:
+def _restore_index(index: TaskIndex, count: int, columns: Mapping[str, Column]) -> None:
     index.reserve(count + SPARE_ROWS)
     index.count = count
     for name in FACTS:
@@ -166,7 +182,7 @@ def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> 
     index.moved = _unragged("moved", columns)
 
 
-def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> None:
+def _restore_accounts(state: State, columns: Mapping[str, Column], lanes: int) -> None:
     accounts = state.accounts
     accounts.grow(lanes)
     for name in ("tasks", "tokens", "marks"):
@@ -177,7 +193,7 @@ def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> N
 
 
 def _restore_submissions(
-    state: State, records: list[dict[str, Any]], columns: dict[str, Column]
+    state: State, records: list[dict[str, Any]], columns: Mapping[str, Column]
 ) -> None:
     batches = _unragged("batch", columns)
     for at, record in enumerate(records):
@@ -211,7 +227,7 @@ def _ragged(name: str, arrays: dict[int, Column]) -> dict[str, Column]:
     }
 
 
-def _unragged(name: str, columns: dict[str, Column]) -> dict[int, Column]:
+def _unragged(name: str, columns: Mapping[str, Column]) -> dict[int, Column]:
     cuts = np.cumsum(columns[f"{name}_counts"])[:-1]
     ids = columns[f"{name}_ids"].tolist()
     parts = np.split(columns[f"{name}_rows"], cuts) if ids else []

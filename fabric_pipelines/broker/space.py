@@ -21,6 +21,7 @@ from fabric_pipelines.broker.state import State
 from fabric_pipelines.journal import Holding, Journal
 
 Sequences = npt.NDArray[np.int64]
+NOTHING: Sequences = np.zeros(0, np.int64)
 MOSTLY_DEAD = 0.25
 UNDER_PRESSURE = 0.75
 

@@ -35,6 +35,7 @@ from fabric_pipelines.broker.accounts import (
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
+    Dropped,
     Enqueued,
     Fact,
     GivenUp,
@@ -48,6 +49,7 @@ from fabric_pipelines.broker.facts import (
     Started,
     SubmissionClosed,
     SubmissionOpened,
+    Uploaded,
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
@@ -75,6 +77,7 @@ PLAIN = (
     "classes",
     "suspects",
     "requeues",
+    "cold",
 )
 
 
@@ -145,6 +148,7 @@ class State:
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
         self.computed_padded_tokens = 0  # as engines reported it, over everything computed
+        self.cold: dict[int, Uploaded] = {}  # segments in the cold tier, by epoch
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
@@ -197,6 +201,10 @@ class State:
             self._moved(fact, lsn)
         elif isinstance(fact, MovedComputed):
             self._moved_computed(fact, lsn)
+        elif isinstance(fact, Uploaded):
+            self.cold[fact.epoch] = fact
+        elif isinstance(fact, Dropped):
+            self.cold = {at: up for at, up in self.cold.items() if up.last_lsn >= fact.below}
         return effects
 
     def _opened(self, fact: SubmissionOpened) -> None:
@@ -246,6 +254,18 @@ class State:
             record.first_sequence = fact.base
         effects.runs += self.runs_of(tasks)
         self._require_balance(lanes)
+
+    def by_lane(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """`tasks` by lane, each in the order they came in."""
+        lanes = self.index.lane[tasks]
+        if (lane := only(lanes)) is not None:
+            return [(lane, tasks)]
+        if not len(tasks):
+            return []
+        order = np.argsort(lanes, kind="stable")  # a radix sort as long as lanes are 16 bits
+        lanes, tasks = lanes[order], tasks[order]
+        cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
+        return [(int(lanes[a]), tasks[a:b]) for a, b in pairwise(cuts)]
 
     def runs_of(self, tasks: Sequences) -> list[tuple[int, npt.NDArray[np.uint64], Sequences]]:
         """`tasks` by lane, each sorted by key."""

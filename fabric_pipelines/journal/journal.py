@@ -458,6 +458,8 @@ class Journal:
         if found is not None and not trusted:
             segment.mark_read(lsn)
         if found is None or found.header.lsn != lsn:
+            if segment.cold:
+                raise self.cold.lost(segment, lsn)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
                 "the file from a copy"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place
 
 TEMPLATE = "fabric_template"
+TMPFS_BYTES = 6 << 20
 
 
 @pytest.fixture(scope="session")
@@ -82,3 +85,17 @@ def _drop(server: EmbeddedPostgres, name: str) -> None:
     statement = sql.SQL("drop database {} with (force)").format(sql.Identifier(name))
     with psycopg.connect(url_of(server, "postgres"), autocommit=True) as connection:
         connection.execute(statement)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of TMPFS_BYTES that a test can fill, or make read-only."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root; the simulated disk covers the rest")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this root may not mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

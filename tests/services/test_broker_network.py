@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from fabric_pipelines.errors import (
 )
 from fabric_pipelines.supervise.table import free_port
 from tests.support_broker import LANDED, completions, ids_of, submission_of, tasks_of
-from tests.support_broker_process import Broker, attach
+from tests.support_broker_process import Broker, Served, attach, credentials_of, served_settings
 
 CLIENTS = ("consumer", "completion", "admin", "acme/producer", "beta/producer", "acme/consumer")
 BATCHES = [tasks_of([20] * 4)]
@@ -45,44 +44,6 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
     certificates.make(folder, hosts=["127.0.0.1"], clients=CLIENTS)
     return folder
-
-
-@dataclass
-class Served:
-    """A broker with both doors."""
-
-    broker: Broker
-    papers: Path
-    endpoint: str
-
-    def remote(self, name: str, *, role: str = "", session: str | None = None) -> BrokerClient:
-        """With that certificate; whatever `role` it declares counts for nothing."""
-        return BrokerClient(
-            self.endpoint,
-            role=role or name.rpartition("-")[2],
-            session=session,
-            timeout_s=5,
-            credentials=credentials_of(self.papers, name),
-        )
-
-
-def credentials_of(papers: Path, name: str) -> Credentials:
-    return Credentials(
-        *((papers / f"{file}").read_bytes() for file in ("ca.pem", f"{name}.pem", f"{name}.key"))
-    )
-
-
-def served_settings(home: Path, papers: Path, endpoint: str) -> settings.Settings:
-    flags: dict[str, Any] = {
-        "home": home,
-        "segment_bytes": 1 << 20,
-        "lease_ms": 1_000,
-        "broker_listen": endpoint,
-        "tls_ca": papers / "ca.pem",
-        "tls_cert": papers / "broker.pem",
-        "tls_key": papers / "broker.key",
-    }
-    return settings.load(flags, {}, home.parent)
 
 
 @pytest.fixture

@@ -515,22 +515,6 @@ def taken(producer: BrokerClient, header: Submission, batches: list[pa.RecordBat
         return False
 
 
-TMPFS_BYTES = 6 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root; the simulated disk covers the rest")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this root may not mount")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk_lets_acks_and_retirements_through_and_recovers(
     broker: Broker, small_disk: Path
 ) -> None:

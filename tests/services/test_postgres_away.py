@@ -95,7 +95,7 @@ def _landed(loaded: settings.Settings, submission_id: str) -> list[int]:
 def test_workers_go_on_to_the_mark_hold_and_nothing_is_lost(
     server: EmbeddedPostgres, fabric: settings.Settings
 ) -> None:
-    with BrokerClient(fabric.broker_endpoint, role="admin") as client:
+    with BrokerClient(fabric.broker_endpoint, role="producer") as client:
         submission_id = _submit(client)
 
         def state() -> SubmissionState:
@@ -124,6 +124,7 @@ def test_workers_go_on_to_the_mark_hold_and_nothing_is_lost(
         server.start()
         eventually(lambda: state().retired == TASKS, within_s=90, what="the end of the run")
         assert sorted(_landed(fabric, submission_id)) == list(range(TASKS))
-        total = client.status().total
+        with BrokerClient(fabric.broker_endpoint, role="admin") as admin:
+            total = admin.status().total
         total.require_balanced("the whole run")
         assert (total.retired.tasks, total.dead.tasks, total.open_tasks) == (TASKS, 0, 0)

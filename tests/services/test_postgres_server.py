@@ -136,7 +136,7 @@ def test_a_postmaster_killed_in_mid_landing_recovers_and_the_batch_lands_once(ho
         blocker.execute("begin; lock table fabric.generate in share mode")
         with pytest.raises(DatabaseUnavailable):
             writer.land(second)
-        killer.join()
+        killer.join(timeout=60)
     server.stop()
     server.start()
     assert results.counts(database)["generate"] == 500
@@ -165,11 +165,11 @@ def test_the_server_dies_with_a_killed_parent_and_the_next_one_starts(home: Path
         assert wrapper.stdout.readline().startswith("postgres ready: ")
         pid = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         wrapper.kill()
-        wrapper.wait()
+        wrapper.wait(timeout=60)
         eventually(lambda: _gone(pid), within_s=20, what="the server ends with its parent")
     finally:
         wrapper.kill()
-        wrapper.communicate()
+        wrapper.communicate(timeout=60)
     server = _server(home)
     assert _answers(server.start())
     server.stop()

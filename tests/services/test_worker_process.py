@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ def ended(worker: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
     return report
 
 
+def held(folder: Path, *, after: int) -> dict[str, Any]:
+    """A script of an engine that stands still after so many steps, until `go_on`."""
+    return {"hold_after": after, "hold_until": str(folder / "go")}
+
+
+def go_on(folder: Path) -> None:
+    (folder / "go").touch()
+
+
 def expect_every_result(on: Stage) -> None:
     with on.client("completion") as client:
         found = on.pull(client)
@@ -44,13 +54,14 @@ def test_a_worker_computes_everything_once_and_ends_with_its_counters() -> None:
         expect_every_result(on)
 
 
-def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run() -> None:
+def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run(tmp_path: Path) -> None:
     with stage() as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(until_idle=True, script={"step_s": 0.05})
+        worker = on.start_worker(until_idle=True, script=held(tmp_path, after=5))
         on.reached("computed", 20)
         on.kill_broker()
         on.start_broker()
+        go_on(tmp_path)
         report = ended(worker)
         assert on.total()["computed"] == len(PROMPTS)
         assert report["ok"] == len(PROMPTS), "what was finished or running was not run again"
@@ -58,12 +69,23 @@ def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run() -> None:
         expect_every_result(on)
 
 
-def test_sigterm_drains_and_hands_back_what_did_not_start() -> None:
+def test_sigterm_drains_and_hands_back_what_did_not_start(tmp_path: Path) -> None:
     with stage() as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(script={"step_s": 0.05}, profile=[4, 64, 256, 400])
+        worker = on.start_worker(script=held(tmp_path, after=2), profile=[4, 64, 256, 400])
         on.reached("computed", 8)
+        full = eventually(
+            lambda: (found := on.total())["leased"] >= 40 and found,
+            within_s=20,
+            what="its window is full",
+        )
         worker.send_signal(signal.SIGTERM)
+        eventually(
+            lambda: on.total()["leased"] < full["leased"],
+            within_s=20,
+            what="it hands back what did not start",
+        )
+        go_on(tmp_path)
         report = ended(worker)
         total = on.total()
         assert total["leased"] == 0
@@ -73,13 +95,13 @@ def test_sigterm_drains_and_hands_back_what_did_not_start() -> None:
         expect_every_result(on)
 
 
-def test_a_killed_workers_tasks_come_back_when_its_leases_run_out() -> None:
+def test_a_killed_workers_tasks_come_back_when_its_leases_run_out(tmp_path: Path) -> None:
     with stage(lease_ms=1500) as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(script={"step_s": 0.05}, profile=[4, 64, 256, 400])
+        worker = on.start_worker(script=held(tmp_path, after=2), profile=[4, 64, 256, 400])
         on.reached("computed", 8)
         worker.kill()
-        worker.communicate()
+        worker.communicate(timeout=60)
         assert on.total()["leased"] > 0
         on.start_worker(script={"step_s": 0.0})
         on.reached("computed", len(PROMPTS))

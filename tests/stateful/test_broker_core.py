@@ -386,6 +386,7 @@ class UpkeepMachine(BrokerMachine):
     @rule()
     def verify(self) -> None:
         assert self.bench.owner.verify().differences == []
+        self.commit()  # verify commits first, leases too that nobody waited for
 
 
 TestBrokerWithUpkeep = UpkeepMachine.TestCase
