@@ -61,7 +61,8 @@ class Snapshot:
 def take(state: State) -> Snapshot:
     index, accounts = state.index, state.accounts
     columns: dict[str, Column] = {}
-    for name in FACTS:
+    # copies first: they are let go before the large columns that never change are packed
+    for name in sorted(FACTS, key=lambda name: name in WRITTEN_ONCE):
         rows = getattr(index, name)[: index.count]
         columns[name] = rows if name in WRITTEN_ONCE else rows.copy()
     for name in ("base", "frames", "done_frames"):

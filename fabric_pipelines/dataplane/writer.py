@@ -42,6 +42,7 @@ from fabric_pipelines.dataplane.sinks import (
 )
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
+from fabric_pipelines.dataplane.staleness import ring
 from fabric_pipelines.errors import DatabaseUnavailable, IncarnationMismatch, SchemaError
 from fabric_pipelines.records.arrow import require_schema, to_ipc
 from fabric_pipelines.records.completion import PULLED_SCHEMA
@@ -103,7 +104,7 @@ class Writer:
                 return settled
             if self._lake is not None and identity.vector_type == "halfvec":
                 batch = spill(batch, self._lake, self._database)
-            return land(
+            landed = land(
                 connection, batch, identity=identity, decode=self._decode, meter=self._meter
             )
         except CommitInDoubt as fault:
@@ -113,6 +114,18 @@ class Writer:
         except BaseException:
             self.close()
             raise
+        if landed.rows:
+            self._ring(connection, sink_of(batch.column("function")[0].as_py()).table)
+        return landed
+
+    def _ring(self, connection: Connection, table: str) -> None:
+        """Tell who waits for moved rows, after the commit and in a transaction of its own: NOTIFY holds a
+        database-wide lock while its transaction commits. A lost ring costs its listener one poll interval;
+        what landed has landed."""
+        try:
+            ring(connection, table)
+        except psycopg.Error:
+            self.close()
 
     def close(self) -> None:
         if self._connection is not None:

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ReceiptRow, SourceRows
+from fabric_pipelines.dataplane.source import SourceRows
+from fabric_pipelines.dataplane.vectors import ReceiptRow
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
 from fabric_pipelines.receipts.quality import K, sample
 from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences

@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.dataplane.vectors import (
-    BUCKETS,
-    ContentHash,
-    SourceRows,
-    SourceState,
-)
+from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash
+from fabric_pipelines.dataplane.source import SourceRows, SourceState
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.shard import Shard
@@ -26,6 +22,7 @@ from fabric_pipelines.shards.store import VectorStore, source_of
 
 NAMED_MAX = 10
 WHERE_FIELDS = ("cluster", "database", "relation_oid", "columns", "encoding")
+SINCE_VERSION_2 = ("engine_fingerprints",)
 
 
 def source_differences(
@@ -53,9 +50,9 @@ def content_then(fields: Mapping[str, Any]) -> ContentHash:
 
 
 def place_differences(fields: Mapping[str, Any], state: SourceState) -> Iterator[Difference]:
-    """Another cluster, another relation under the same name, other column types."""
+    """Another cluster, another relation under the same name, other column types, rows of another engine."""
     now = state.as_json()
-    for name in WHERE_FIELDS:
+    for name in (*WHERE_FIELDS, *(SINCE_VERSION_2 if state.source.hash_version >= 2 else ())):
         yield from field_differences(
             f"source.{name}",
             fields.get(name),

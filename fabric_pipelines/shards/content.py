@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fabric_pipelines.analytics.search import METRICS, Metric
-from fabric_pipelines.dataplane.vectors import SourceRows
+from fabric_pipelines.dataplane.source import SourceRows
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.shards.admission import Admission, admit
 from fabric_pipelines.shards.blocks import Block, array_block, columns_block

@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import Source
+from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.shards.building import build, full_recipe
 from fabric_pipelines.shards.content import IndexSpec

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fabric_pipelines.dataplane.vectors import Source
+from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.shards.blocks import HEADER_BYTES, array_block
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.logical import array_sha256, table_sha256
