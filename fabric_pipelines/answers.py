@@ -57,7 +57,7 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
     balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
     return {
         "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
-        "journal": f"{screen.size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']}",
+        "journal": _journal(broker["journal"]),
         "fault": broker["fault"] or "none",
         "progress": _progress(broker["progress"]),
         "draining": broker["draining"],
@@ -65,3 +65,10 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
         "tasks": [*by_engine.values(), total],
     }
+
+
+def _journal(figures: Mapping[str, Any]) -> str:
+    """One tenant of several is told which journal it is in, not how large that is."""
+    if "bytes" not in figures:
+        return str(figures["journal_id"])
+    return f"{screen.size(figures['bytes'])}, durable up to {figures['durable_lsn']}"

@@ -90,6 +90,14 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # An upload waits for answers without a limit; a machine that vanished must end it. Servers take a ping each five
+    # minutes, and pyarrow offers no way to have them take more.
+    ("grpc.keepalive_time_ms", 330_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    (
+        "grpc.http2.ping_timeout_ms",
+        20_000,
+    ),  # this one counts where both are known, and is a minute by itself
 ]
 
 # a list, a numpy or an Arrow array; pyarrow has no types, which makes any union with it no type either
