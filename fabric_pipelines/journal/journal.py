@@ -107,6 +107,7 @@ class Journal:
         self.incarnation = identity.incarnation
         self.recovered: RecoveryReport = recovered.report
         self._uuid = identity.uuid_bytes
+        self._format = identity.format
         self._salt = salt_of(identity.uuid_bytes)
         self.segment_bytes = segment_bytes
         self._clock, self._ops = clock, ops
@@ -549,7 +550,7 @@ class Journal:
                 schema_id=pending.schema_id,
                 rows=pending.rows,
             )
-            self._chain = extend_chain(self._chain, header)
+            self._chain = extend_chain(self._chain, header, self._format)
             buffers.append(header)
             buffers.extend(pending.parts)
             buffers.append(bytes(padded(pending.length) - pending.length))
@@ -588,7 +589,7 @@ class Journal:
             kind, control, epoch=epoch, time_us=self._clock.wall_us(), salt=self._salt
         )
         if kind not in (SEGMENT, SEAL):
-            self._chain = extend_chain(self._chain, header)
+            self._chain = extend_chain(self._chain, header, self._format)
         return header, payload
 
     def _mark(self, kind: int) -> None:

@@ -277,12 +277,6 @@ def content_of(disk: SimDisk, path: Path) -> bytes:
     return disk.read_bytes(path) if path.name in disk.names(path.parent) else b""
 
 
-def last_state(disk: SimDisk) -> CrashState:
-    """Everything that was done is on the platter."""
-    *_, last = crash_states(disk, seed=0, subsets=0)
-    return last
-
-
 def flips_of(state: CrashState, *, suffixes: tuple[str, ...], every: int) -> Iterator[CrashState]:
     """One flipped bit at every so manyth byte that means something, in each file whose name ends so."""
     for path, inode in sorted(state.image.entries.items()):

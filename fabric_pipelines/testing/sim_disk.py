@@ -333,6 +333,15 @@ def crash_states(disk: SimDisk, *, seed: int, subsets: int) -> Iterator[CrashSta
             yield CrashState(count, story, notes, platter.image(contents, entries))
 
 
+def all_kept(disk: SimDisk) -> CrashState:
+    """Everything that was done has reached the platter."""
+    platter = _Platter(disk.start.copy())
+    for op in disk.log:
+        platter.advance(op)
+    image = platter.image(platter.contents, platter.entries)
+    return CrashState(len(disk.log), "all kept", dict(platter.notes), image)
+
+
 Choice = tuple[str, Sequence[ContentOp], Sequence[EntryOp]]
 
 
