@@ -39,6 +39,8 @@ ROLES: Mapping[str, frozenset[str]] = {
     "verify": frozenset({ADMIN}),
     "scrub": frozenset({ADMIN}),
     "drain": frozenset({ADMIN}),
+    "states": frozenset({ADMIN}),
+    "requeue": frozenset({ADMIN}),
     "submit": frozenset({PRODUCER}),
     "close": frozenset({PRODUCER, ADMIN}),
     "attach": frozenset({CONSUMER}),

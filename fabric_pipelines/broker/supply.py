@@ -113,6 +113,11 @@ class Supply:
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""
         queued = self._state.index.queued
+        for at, tasks in effects.left:
+            old = tasks[queued[tasks]]
+            if len(old):
+                self._state.lanes[at].order.remove(old)
+                queued[old] = False
         for at, keys, tasks in effects.runs:
             new = ~queued[tasks]
             if not new.all():  # claimed or late while in the order: its old place is still there
