@@ -44,6 +44,7 @@ class Kind(IntEnum):
     MOVE_COMPUTED = 16
     GIVE_UP = 17
     UPLOADED = 18
+    REQUEUE = 19
 
 
 class Verdict(IntEnum):
@@ -171,6 +172,17 @@ class Returned:
 @dataclass(frozen=True, slots=True)
 class GivenUp:
     """Ready tasks that every known class of consumers found too large: they die of the last refusal."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """Dead tasks that somebody wants tried again, as if they had just arrived; `reason` is that person's."""
 
     reason: str
     tasks: Sequences
@@ -310,6 +322,7 @@ Fact = (
     | Computed
     | Returned
     | GivenUp
+    | Requeued
     | Settled
     | Started
     | LanesStepped
@@ -399,6 +412,7 @@ _KINDS: Mapping[type, Kind] = {
     MovedComputed: Kind.MOVE_COMPUTED,
     GivenUp: Kind.GIVE_UP,
     Uploaded: Kind.UPLOADED,
+    Requeued: Kind.REQUEUE,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -421,4 +435,5 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
     Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
     Kind.UPLOADED: lambda head, _: Uploaded(**head),
+    Kind.REQUEUE: lambda head, parts: Requeued(tasks=_sequences(parts[0]), **head),
 }

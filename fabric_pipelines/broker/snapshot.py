@@ -85,7 +85,11 @@ def take(state: State) -> Snapshot:
 
 def _head(state: State) -> bytes:
     # what is empty in nearly every journal is left out, as it was before it existed
-    rare = {"classes": list(state.classes), "suspects": sorted(state.suspects.items())}
+    rare = {
+        "classes": list(state.classes),
+        "suspects": sorted(state.suspects.items()),
+        "requeues": sorted(state.requeues.items()),
+    }
     return canonical_json(
         {name: value for name, value in rare.items() if value}
         | {
@@ -143,6 +147,7 @@ def restore(snapshot: Snapshot) -> State:
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
+    state.requeues = dict(head.get("requeues", ()))
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
