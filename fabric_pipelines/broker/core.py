@@ -54,6 +54,7 @@ from fabric_pipelines.broker.replies import (
     RequeueReply,
     SubmissionState,
 )
+from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.sessions import Limits as Limits
 from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
@@ -68,7 +69,7 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
 from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.records.completion import STATUSES
+from fabric_pipelines.records.completion import STATUSES, largest_vector
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
@@ -92,6 +93,7 @@ COUNTERS = (
     "too_large",
     "given_up",
     "requeued",
+    "held_for_room",
 )
 
 
@@ -107,7 +109,8 @@ class Core:
         self._grace_s = now_s + limits.lease_s
         self._resuming = state.frames > 0  # sessions of an earlier life may still come back
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
-        self._supply = Supply(state, limits.merge_waste)
+        self.room = Room(state)
+        self._supply = Supply(state, limits.merge_waste, self.room)
         self._computed = ComputedQueue()
         self._contents = Contents()
         self._stepping: set[int] = set()
@@ -376,6 +379,7 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            self.counters["held_for_room"] += session.held_back == NO_ROOM
             if self._supply.withheld:
                 session.call = before  # it may be asked again: its rows are on their way
             return [], None
@@ -392,7 +396,11 @@ class Core:
         """Why a session got nothing though work may be ready: the broker's reason, or one of its own, which ends
         at the latest when it holds nothing."""
         session = self.sessions.get(name)
-        own = session.held_back if session and self.state.session_leases.get(name) else ""
+        own = session.held_back if session else ""
+        if own and not (
+            self.room.is_tight if own == NO_ROOM else self.state.session_leases.get(name)
+        ):
+            own = ""
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
@@ -480,6 +488,7 @@ class Core:
             padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
             ipc=ipc,
             too_large_for=kind,
+            vector_bytes=largest_vector(batch),
         )
         return [fact], reply
 

@@ -66,6 +66,9 @@ from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
+TOKEN_BYTES = 4
+OUTCOME_BYTES = 512  # of an outcome beside tokens and vector: ids, names, times, a short error text
+HELD = (LEASED, IN_DOUBT)
 NOTHING: Sequences = np.zeros(0, np.int64)
 PLAIN = (
     "sessions",
@@ -77,6 +80,8 @@ PLAIN = (
     "classes",
     "suspects",
     "requeues",
+    "vector_bytes",
+    "held_new",
     "cold",
 )
 
@@ -159,6 +164,9 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.held_new = 0  # tokens that leased and doubtful tasks may generate
+        self.vector_bytes: dict[str, int] = {}  # largest vector seen, by engine and sampling
+        self.lane_vector = Growing(np.int64)  # the same by lane
         self.requeues: dict[int, int] = {}  # how often, of tasks that are not retired
         self.suspects: dict[
             int, int
@@ -286,6 +294,7 @@ class State:
 
     def add_lane(self, lane: Lane) -> None:
         lane.order = PrefixOrder(self.index.keys_of)
+        self.lane_vector.append(self.vector_bytes.get(lane.key.product, 0))
         self.lanes.append(lane)
         if lane.key.refused_by:
             self.refused.append(lane)
@@ -321,6 +330,8 @@ class State:
         frame = self.index.done_frames.count
         self.index.done_frames.append(lsn)
         self.computed_padded_tokens += fact.padded_tokens
+        if fact.vector_bytes:
+            self._learn_vectors(fact.tasks, fact.vector_bytes)
         large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
         self._clear(fact.tasks)
@@ -529,6 +540,23 @@ class State:
             self._move_uniform(mine, source, target)
         index.state[tasks] = target
 
+    def _learn_vectors(self, tasks: Sequences, size: int) -> None:
+        """Tasks like these were answered with vectors of so many bytes."""
+        for at in distinct(self.index.lane[tasks]).tolist():
+            product = self.lanes[at].key.product
+            if size > self.vector_bytes.get(product, 0):
+                self.vector_bytes[product] = size
+                like = [lane.index for lane in self.lanes if lane.key.product == product]
+                self.lane_vector.view[like] = size
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the outcomes of all that is leased or in doubt may take in the log."""
+        tasks = self.accounts.tasks[:, : len(self.lanes)]
+        held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
+        fixed = int(held.sum()) * OUTCOME_BYTES + self.held_new * TOKEN_BYTES
+        return fixed + (int(held @ self.lane_vector.view) if self.vector_bytes else 0)
+
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
         lanes, counts, *_ = self.accounts.move(
@@ -541,6 +569,9 @@ class State:
                 add_counts(self.submission_tasks[row], records, change)
             else:
                 self.submission_tasks[row, one] += change * len(tasks)
+        if (source in HELD) is not (target in HELD):
+            new = int(index.new[tasks].sum(dtype=np.int64))
+            self.held_new += new if target in HELD else -new
         if READY in (source, target):
             sign, engines = (1 if target == READY else -1), self.lane_engine.view[lanes]
             if isinstance(lanes, int):
