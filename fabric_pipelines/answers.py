@@ -14,6 +14,15 @@ from fabric_pipelines.telemetry import format_eta
 SHOWN = {
     "processes": ("name", "state", "pid", "restarts", "last_exit"),
     "consumers": ("engine", "device", "leased", "session"),
+    "stale": (
+        "shard",
+        "generation",
+        "verdict",
+        "moved",
+        "moved_fraction",
+        "deleted_fraction",
+        "log",
+    ),
     "receipts": ("shard", "generation", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
     "letters": ("task_id", "state", "function", "error_code", "attempts", "reason"),
