@@ -35,7 +35,6 @@ from fabric_pipelines.broker.facts import (
     Enqueued,
     Fact,
     GivenUp,
-    LanesStepped,
     Leased,
     Requeued,
     Returned,
@@ -44,7 +43,8 @@ from fabric_pipelines.broker.facts import (
     SubmissionOpened,
     Verdict,
 )
-from fabric_pipelines.broker.lanes import RULE, Lane, Step
+from fabric_pipelines.broker.lanes import RULE
+from fabric_pipelines.broker.lifecycle import of_old_generations, steps_due
 from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.refusals import given_up, pass_on
 from fabric_pipelines.broker.replies import (
@@ -83,6 +83,7 @@ COUNTERS = (
     "lane_switches",
     "duplicates",
     "late_acks",
+    "old_generation_acks",
     "expired",
     "nacked",
     "claimed",
@@ -469,6 +470,9 @@ class Core:
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
         self.counters["late_acks"] += late
+        if duplicates:
+            old = of_old_generations(self.state, tasks[rows[past]])
+            self.counters["old_generation_acks"] += old
         taken = rows[ours]
         reply = ComputedReply(len(taken), duplicates, late, int((~known).sum()))
         if not len(taken):
@@ -642,24 +646,9 @@ class Core:
 
     def lane_steps(self) -> list[Fact]:
         """Life cycle facts that have become due."""
-        rows = []
-        for at in sorted(self._stepping):
-            lane = self.state.lanes[at]
-            step = self._due_step(lane)
-            if step is not lane.step:
-                ledger = self.state.accounts.ledger(at)
-                rows.append(
-                    (at, lane.generation, int(step), ledger.retired.tasks, ledger.dead.tasks)
-                )
+        facts = steps_due(self.state, self._stepping)
         self._stepping.clear()
-        return [LanesStepped(np.array(rows, np.int64))] if rows else []
-
-    def _due_step(self, lane: Lane) -> Step:
-        if lane.producers:
-            return lane.step
-        tasks = self.state.accounts.tasks[:, lane.index]
-        left = int(tasks[0] - tasks[RETIRED + 1] - tasks[DEAD + 1])
-        return Step.DRAINING if left else Step.RETIRED
+        return facts
 
     # -- audits
 

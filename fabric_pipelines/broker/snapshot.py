@@ -109,6 +109,7 @@ def _head(state: State) -> bytes:
                     "key": lane.key.as_json(),
                     "sampling": lane.sampling,
                     "generation": lane.generation,
+                    **({"opened_at": lane.opened_at} if lane.opened_at else {}),
                     "step": int(lane.step),
                     "producers": sorted(lane.producers),
                 }
@@ -162,6 +163,7 @@ def restore(snapshot: Snapshot) -> State:
                 lane["sampling"],
                 state.accounts,
                 generation=lane["generation"],
+                opened_at=lane.get("opened_at", 0),
                 step=Step(lane["step"]),
                 producers=set(lane["producers"]),
             )

@@ -245,7 +245,9 @@ class State:
         new = self.index.extend(fact.rows, lsn)
         tasks = np.arange(new.start, new.stop, dtype=np.int64)
         found, inverse = np.unique(columns.shape, return_inverse=True)
-        lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
+        lanes = np.array([self._feed(record, int(shape), fact.base) for shape in found], np.int32)[
+            inverse
+        ]
         index = self.index
         index.put("lane", new, lanes)
         index.put("submission", new, record.index)
@@ -285,9 +287,9 @@ class State:
         cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
         return [(int(lanes[a]), keys[a:b], tasks[a:b]) for a, b in pairwise(cuts)]
 
-    def _feed(self, record: SubmissionRecord, shape: int) -> int:
+    def _feed(self, record: SubmissionRecord, shape: int, base: int) -> int:
         """The lane of `shape` for this submission, opened (again) if need be."""
-        lane = self._lane_at(key_of(record.header, shape), record.header.sampling)
+        lane = self._lane_at(key_of(record.header, shape), record.header.sampling, base)
         lane.producers.add(record.index)
         record.lanes.add(lane.index)
         return lane.index
@@ -299,8 +301,8 @@ class State:
         if lane.key.refused_by:
             self.refused.append(lane)
 
-    def _lane_at(self, key: LaneKey, sampling: Mapping[str, Any]) -> Lane:
-        """The lane of this key, about to be fed."""
+    def _lane_at(self, key: LaneKey, sampling: Mapping[str, Any], opened_at: int = 0) -> Lane:
+        """The lane of this key, about to be fed with new tasks from `opened_at` on, or with old ones."""
         at = self.lane_of.get(key)
         if at is None:
             at = self.lane_of[key] = len(self.lanes)
@@ -313,6 +315,7 @@ class State:
         lane = self.lanes[at]
         if lane.step is Step.RETIRED:
             lane.generation += 1
+            lane.opened_at = opened_at
         lane.step = Step.ACTIVE
         return lane
 
@@ -626,7 +629,8 @@ class State:
             found.append("open leases differ from those of the log")
         found += _unequal_records(self.submissions, other.submissions)
         for lane, twin in zip(self.lanes, other.lanes, strict=False):
-            if (lane.key, lane.generation, lane.step) != (twin.key, twin.generation, twin.step):
+            mine, theirs = ((x.key, x.generation, x.step, x.opened_at) for x in (lane, twin))
+            if mine != theirs:
                 found.append(
                     f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}"
                 )
