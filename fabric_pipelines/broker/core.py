@@ -304,7 +304,7 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
-        self._roster.came(name, session.kind, session.engine)
+        self._roster.came(name, session.kind, session.engine, session.tenant)
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
@@ -426,7 +426,7 @@ class Core:
             retry_after_s=HOLD_RETRY_S if hold else 0.0,
             deadline_us=wall_us + round(self.limits.lease_s * 1e6),
             leased=sum(self.state.leases[at].open for at in leases),
-            ready=self._supply.ready_for(session.engine, refuser),
+            ready=self._supply.ready_for(session.engine, refuser, session.tenant),
         )
 
     def forgive(self, seconds: float) -> None:
@@ -507,10 +507,14 @@ class Core:
         session = self.sessions.get(name)
         if session is None:
             return ""
-        others = self._roster.known(session.engine) - {session.kind}
-        reasons = batch.column("finish_reason")
+        kind, engine = session.kind, session.engine
         passed = pass_on(
-            self.state, tasks, verdicts, reasons, others=others, anybody=self._resuming
+            self.state,
+            tasks,
+            verdicts,
+            batch.column("finish_reason"),
+            others=lambda tenant: self._roster.known(engine, tenant) - {kind},
+            anybody=self._resuming,
         )
         return session.kind if passed else ""
 

@@ -141,8 +141,15 @@ class Supply:
     def _offer(self, lane: Lane) -> None:
         self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
-    def ready_for(self, engine: str, refuser: int) -> int:
-        """Ready tasks of the engine, less those that this class of consumers refused."""
+    def ready_for(self, engine: str, refuser: int, tenant: str | None = None) -> int:
+        """Ready tasks of the engine (and tenant), less those that this class of consumers refused."""
+        if tenant is not None:
+            return sum(
+                lane.ready
+                for lane in self._state.lanes
+                if (lane.key.engine, lane.key.tenant) == (engine, tenant)
+                and not lane.key.refused_by & refuser
+            )
         number = self._state.engines.get(engine)
         if number is None:
             return 0
@@ -159,7 +166,7 @@ class Supply:
         queue = self._queues.get(asker.engine)
         if queue is None:
             return None
-        ready = self.ready_for(asker.engine, asker.refuser)
+        ready = self.ready_for(asker.engine, asker.refuser, asker.tenant)
         fair = Budget(
             guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import ssl
 import stat
@@ -26,6 +27,7 @@ from fabric_pipelines.broker import certificates
 from fabric_pipelines.broker import client as client_module
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.transport import CIPHERS_VARIABLE, Credentials
+from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     FabricError,
@@ -275,6 +277,23 @@ def test_a_certificate_of_another_ca_is_refused_by_both_sides(
             client.hello()
 
 
+def test_a_certificate_past_its_end_opens_nothing(served: Served, tmp_path: Path) -> None:
+    for file in ("ca.pem", "ca.key"):
+        shutil.copy(served.papers / file, tmp_path / file)
+    long_ago = Clock(lambda: 0.0, lambda: 1_500_000_000_000_000)
+    certificates.make(tmp_path, hosts=[], clients=["admin"], days=1, clock=long_ago)
+    with (
+        BrokerClient(
+            served.endpoint,
+            role="admin",
+            timeout_s=3,
+            credentials=credentials_of(tmp_path, "admin"),
+        ) as client,
+        pytest.raises(BrokerUnavailable, match="past its end"),
+    ):
+        client.hello()
+
+
 def test_a_server_whose_certificate_names_another_host_is_not_talked_to(
     tmp_path: Path, papers: Path
 ) -> None:
@@ -422,7 +441,6 @@ def test_the_name_is_the_first_alternative_name_and_nothing_but_ours_is_taken(
 
 def signed_by(papers: Path, folder: Path, names: tuple[str, ...]) -> Credentials:
     """A client certificate of our CA with any names, as another tool might make it."""
-    import shutil
     import uuid
 
     made = folder / uuid.uuid4().hex
