@@ -19,7 +19,7 @@ from fabric_pipelines.broker.accounts import STATES
 from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
-from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
+from fabric_pipelines.broker.state import HELD, OpenLease, State, SubmissionRecord
 from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
@@ -89,6 +89,7 @@ def _head(state: State) -> bytes:
         "classes": list(state.classes),
         "suspects": sorted(state.suspects.items()),
         "requeues": sorted(state.requeues.items()),
+        "vector_bytes": state.vector_bytes,
     }
     return canonical_json(
         {name: value for name, value in rare.items() if value}
@@ -108,6 +109,7 @@ def _head(state: State) -> bytes:
                     "key": lane.key.as_json(),
                     "sampling": lane.sampling,
                     "generation": lane.generation,
+                    **({"opened_at": lane.opened_at} if lane.opened_at else {}),
                     "step": int(lane.step),
                     "producers": sorted(lane.producers),
                 }
@@ -148,6 +150,9 @@ def restore(snapshot: Snapshot) -> State:
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
     state.requeues = dict(head.get("requeues", ()))
+    state.vector_bytes = dict(head.get("vector_bytes", ()))
+    held = np.isin(state.index.state[: state.index.count], HELD)
+    state.held_new = int(state.index.new[: state.index.count][held].sum(dtype=np.int64))
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
@@ -158,6 +163,7 @@ def restore(snapshot: Snapshot) -> State:
                 lane["sampling"],
                 state.accounts,
                 generation=lane["generation"],
+                opened_at=lane.get("opened_at", 0),
                 step=Step(lane["step"]),
                 producers=set(lane["producers"]),
             )
