@@ -46,7 +46,7 @@ class Stage:
 
     def start_broker(self) -> None:
         self.broker = self.spawn("fabric_pipelines.broker")
-        eventually(self.answers, within_s=20, what="the broker answers")
+        eventually(self.answers, within_s=60, what="the broker answers")
 
     def answers(self) -> bool:
         try:
@@ -93,7 +93,7 @@ class Stage:
 
     def reached(self, state: str, count: int) -> None:
         eventually(
-            lambda: self.total()[state] >= count, within_s=30, what=f"{count} tasks are {state}"
+            lambda: self.total()[state] >= count, within_s=60, what=f"{count} tasks are {state}"
         )
 
     def pull(self, client: BrokerClient) -> dict[int, list[int]]:

@@ -27,6 +27,7 @@ from fabric_pipelines.broker.accounts import (
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
 from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.deaths import earlier_rounds, requeued
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -34,23 +35,26 @@ from fabric_pipelines.broker.facts import (
     Enqueued,
     Fact,
     GivenUp,
-    LanesStepped,
     Leased,
+    Requeued,
     Returned,
     Settled,
     SubmissionClosed,
     SubmissionOpened,
     Verdict,
 )
-from fabric_pipelines.broker.lanes import RULE, Lane, Step
+from fabric_pipelines.broker.lanes import RULE
+from fabric_pipelines.broker.lifecycle import of_old_generations, steps_due
 from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.refusals import given_up, pass_on
 from fabric_pipelines.broker.replies import (
     AttachReply,
     ComputedReply,
     RenewReply,
+    RequeueReply,
     SubmissionState,
 )
+from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.sessions import Limits as Limits
 from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
@@ -65,7 +69,7 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
 from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.records.completion import STATUSES
+from fabric_pipelines.records.completion import STATUSES, largest_vector
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
@@ -79,6 +83,7 @@ COUNTERS = (
     "lane_switches",
     "duplicates",
     "late_acks",
+    "old_generation_acks",
     "expired",
     "nacked",
     "claimed",
@@ -88,6 +93,8 @@ COUNTERS = (
     "closed_unproven",
     "too_large",
     "given_up",
+    "requeued",
+    "held_for_room",
 )
 
 
@@ -99,10 +106,12 @@ class Core:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.sessions: dict[str, Session] = {}
         self.fault = ""
+        self.draining = False
         self._grace_s = now_s + limits.lease_s
         self._resuming = state.frames > 0  # sessions of an earlier life may still come back
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
-        self._supply = Supply(state, limits.merge_waste)
+        self.room = Room(state)
+        self._supply = Supply(state, limits.merge_waste, self.room)
         self._computed = ComputedQueue()
         self._contents = Contents()
         self._stepping: set[int] = set()
@@ -132,6 +141,7 @@ class Core:
 
     def _absorb(self, effects: Effects) -> None:
         self._supply.absorb(effects)
+        self._computed.forget(effects.risen)
         self._computed.append(effects.computed)
         self._stepping |= effects.lanes
 
@@ -151,6 +161,8 @@ class Core:
                 counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
+        elif isinstance(fact, Requeued):
+            counters["requeued"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
             self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
@@ -292,7 +304,7 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
-        self._roster.came(name, session.kind, session.engine)
+        self._roster.came(name, session.kind, session.engine, session.tenant)
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
@@ -333,6 +345,8 @@ class Core:
 
     @property
     def hold_reason(self) -> str:
+        if self.draining:
+            return "the broker drains: it leases nothing"
         computed = self.state.accounts.in_state(COMPUTED)
         if computed >= self.limits.computed_high_water:
             return f"{computed} computed tasks wait to be landed (high-water mark {self.limits.computed_high_water})"
@@ -366,6 +380,7 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            self.counters["held_for_room"] += session.held_back == NO_ROOM
             if self._supply.withheld:
                 session.call = before  # it may be asked again: its rows are on their way
             return [], None
@@ -382,7 +397,11 @@ class Core:
         """Why a session got nothing though work may be ready: the broker's reason, or one of its own, which ends
         at the latest when it holds nothing."""
         session = self.sessions.get(name)
-        own = session.held_back if session and self.state.session_leases.get(name) else ""
+        own = session.held_back if session else ""
+        if own and not (
+            self.room.is_tight if own == NO_ROOM else self.state.session_leases.get(name)
+        ):
+            own = ""
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
@@ -407,7 +426,7 @@ class Core:
             retry_after_s=HOLD_RETRY_S if hold else 0.0,
             deadline_us=wall_us + round(self.limits.lease_s * 1e6),
             leased=sum(self.state.leases[at].open for at in leases),
-            ready=self._supply.ready_for(session.engine, refuser),
+            ready=self._supply.ready_for(session.engine, refuser, session.tenant),
         )
 
     def forgive(self, seconds: float) -> None:
@@ -451,6 +470,9 @@ class Core:
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
         self.counters["late_acks"] += late
+        if duplicates:
+            old = of_old_generations(self.state, tasks[rows[past]])
+            self.counters["old_generation_acks"] += old
         taken = rows[ours]
         reply = ComputedReply(len(taken), duplicates, late, int((~known).sum()))
         if not len(taken):
@@ -470,6 +492,7 @@ class Core:
             padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
             ipc=ipc,
             too_large_for=kind,
+            vector_bytes=largest_vector(batch),
         )
         return [fact], reply
 
@@ -484,10 +507,14 @@ class Core:
         session = self.sessions.get(name)
         if session is None:
             return ""
-        others = self._roster.known(session.engine) - {session.kind}
-        reasons = batch.column("finish_reason")
+        kind, engine = session.kind, session.engine
         passed = pass_on(
-            self.state, tasks, verdicts, reasons, others=others, anybody=self._resuming
+            self.state,
+            tasks,
+            verdicts,
+            batch.column("finish_reason"),
+            others=lambda tenant: self._roster.known(engine, tenant) - {kind},
+            anybody=self._resuming,
         )
         return session.kind if passed else ""
 
@@ -565,23 +592,31 @@ class Core:
         self._computed.release(name)
 
     def settle(
-        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+        self,
+        task_ids: npt.NDArray[np.int64],
+        confirmation: Confirmation,
+        *,
+        dead: bool,
+        requeues: npt.NDArray[np.uint8] | None = None,
     ) -> tuple[list[Fact], int]:
-        """Retire, or bury as dead letters, what the sink has confirmed. Repeats are counted and change nothing."""
+        """Retire, or bury as dead letters, what the sink has confirmed; a sink may refuse even what was computed
+        well. Repeats are counted and change nothing, and so is the burial of an outcome from before a task was
+        requeued (`requeues`: as they were pulled; none: 0)."""
         if not dead and confirmation.kind == "dead_letter":
             raise UsageError("a dead letter's confirmation retires nothing: call dead")
         tasks, known = self._sequences(task_ids)
         if not known.all():
             at = int(task_ids[int(np.argmin(known))])
             raise UsageError(f"task {at} is not of this journal: nothing was retired")
+        if dead and self.state.requeues:
+            tasks = tasks[~earlier_rounds(self.state, tasks, requeues)]
         tasks = np.sort(tasks)
         if has_repeats(tasks):
             tasks = np.unique(tasks)
         index = self.state.index
         states = index.state[tasks]
         settled = (states == RETIRED) | (states == DEAD)
-        terminal = index.verdict[tasks] != Verdict.OK
-        right = (states == COMPUTED) & (terminal == dead)
+        right = (states == COMPUTED) & (dead | (index.verdict[tasks] == Verdict.OK))
         wrong = ~settled & ~right
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -596,28 +631,28 @@ class Core:
             return [], 0
         return [Settled(dead, fresh, confirmation.kind, confirmation.proof)], len(fresh)
 
+    def requeue(
+        self, task_ids: npt.NDArray[np.int64], reason: str, first_lsn: int
+    ) -> tuple[list[Fact], RequeueReply]:
+        """Dead tasks become ready, as far as their rows are still in a log that begins at `first_lsn`."""
+        tasks, known = self._sequences(task_ids)
+        return requeued(self.state, np.unique(tasks[known]), int((~known).sum()), reason, first_lsn)
+
+    def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
+        tasks, known = self._sequences(task_ids)
+        found = self.state.index.state[tasks].tolist()
+        return [
+            STATE_NAMES[state] if mine else "unknown"
+            for state, mine in zip(found, known.tolist(), strict=True)
+        ]
+
     # -- lanes
 
     def lane_steps(self) -> list[Fact]:
         """Life cycle facts that have become due."""
-        rows = []
-        for at in sorted(self._stepping):
-            lane = self.state.lanes[at]
-            step = self._due_step(lane)
-            if step is not lane.step:
-                ledger = self.state.accounts.ledger(at)
-                rows.append(
-                    (at, lane.generation, int(step), ledger.retired.tasks, ledger.dead.tasks)
-                )
+        facts = steps_due(self.state, self._stepping)
         self._stepping.clear()
-        return [LanesStepped(np.array(rows, np.int64))] if rows else []
-
-    def _due_step(self, lane: Lane) -> Step:
-        if lane.producers:
-            return lane.step
-        tasks = self.state.accounts.tasks[:, lane.index]
-        left = int(tasks[0] - tasks[RETIRED + 1] - tasks[DEAD + 1])
-        return Step.DRAINING if left else Step.RETIRED
+        return facts
 
     # -- audits
 

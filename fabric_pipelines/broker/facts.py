@@ -44,6 +44,7 @@ class Kind(IntEnum):
     MOVE_COMPUTED = 16
     GIVE_UP = 17
     UPLOADED = 18
+    REQUEUE = 19
 
 
 class Verdict(IntEnum):
@@ -131,7 +132,7 @@ class Claimed:
 @dataclass(frozen=True, slots=True)
 class Computed:
     """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]. `too_large_for`: the consumer class
-    that found some of them too large; empty if there are none."""
+    that found some of them too large; empty if there are none. `vector_bytes`: the largest vector among them."""
 
     session: str
     tasks: Sequences
@@ -140,11 +141,14 @@ class Computed:
     padded_tokens: int
     ipc: Part
     too_large_for: str = ""
+    vector_bytes: int = 0
 
     def encode(self) -> list[Piece]:
         head: dict[str, Any] = {"session": self.session, "padded_tokens": self.padded_tokens}
         if self.too_large_for:
             head["too_large_for"] = self.too_large_for
+        if self.vector_bytes:
+            head["vector_bytes"] = self.vector_bytes
         return pack(
             head,
             [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],
@@ -171,6 +175,17 @@ class Returned:
 @dataclass(frozen=True, slots=True)
 class GivenUp:
     """Ready tasks that every known class of consumers found too large: they die of the last refusal."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """Dead tasks that somebody wants tried again, as if they had just arrived; `reason` is that person's."""
 
     reason: str
     tasks: Sequences
@@ -310,6 +325,7 @@ Fact = (
     | Computed
     | Returned
     | GivenUp
+    | Requeued
     | Settled
     | Started
     | LanesStepped
@@ -399,6 +415,7 @@ _KINDS: Mapping[type, Kind] = {
     MovedComputed: Kind.MOVE_COMPUTED,
     GivenUp: Kind.GIVE_UP,
     Uploaded: Kind.UPLOADED,
+    Requeued: Kind.REQUEUE,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -421,4 +438,5 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
     Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
     Kind.UPLOADED: lambda head, _: Uploaded(**head),
+    Kind.REQUEUE: lambda head, parts: Requeued(tasks=_sequences(parts[0]), **head),
 }

@@ -45,6 +45,7 @@ from fabric_pipelines.broker.replies import (
     BrokerStatus,
     ComputedReply,
     RenewReply,
+    RequeueReply,
     ScrubReport,
     SubmissionState,
     VerifyReport,
@@ -71,10 +72,13 @@ from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Fingerprinter, Submission
+from fabric_pipelines.telemetry import TokenRate
 
 GROUP_BYTES = 8 << 20
 FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first two frames
 AUDIT_EVERY_S = 10.0
+RATE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25  # at the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +127,9 @@ class Owner:
         self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
+        self._rate = TokenRate(0)
+        self._look(clock.monotonic_s())
         self.tiering: Tiering | None = None
-        self.draining = False
         self.fsyncs = 0
         self._group_bytes = 0
         self._audit_s = clock.monotonic_s()
@@ -221,6 +226,7 @@ class Owner:
             if self.upkeep is not None and isinstance(fact, Enqueued):
                 self.upkeep.disk_full = False
             self._group_bytes += size
+            self.core.room.grew(size)
             if self.upkeep is not None:
                 self.upkeep.grew(size)
             try:
@@ -317,12 +323,12 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
-        kinds = list(state.classes)
+        total, kinds = state.total(), list(state.classes)
         return BrokerStatus(
             lanes=[
                 _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
             ],
-            total=state.total(),
+            total=total,
             counters={
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
@@ -337,10 +343,13 @@ class Owner:
                 "incarnation": self.journal.incarnation,
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
+                "reserved_bytes": state.reserved_bytes,
+                "room_bytes": core.room.left,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
                 **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
             },
+            progress=self._progress(total),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -359,6 +368,17 @@ class Owner:
             draining=self.draining,
             fault=core.fault,
         )
+
+    def _progress(self, total: Ledger) -> dict[str, Any]:
+        """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+        done, rate = total.retired.tokens + total.dead.tokens, self._rate.rate
+        left = total.enqueued.tokens - done
+        return {
+            "tokens_total": total.enqueued.tokens,
+            "tokens_done": done,
+            "tokens_per_s": rate,
+            "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+        }
 
     def verify(self) -> VerifyReport:
         """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
@@ -411,9 +431,13 @@ class Owner:
             self.tiering.settle()
         self.idle()
 
-    def drain(self) -> None:
+    def drain(self, *, undo: bool = False) -> None:
         """Take no new tasks from now on; what is here goes on."""
-        self.draining = True
+        self.core.draining = not undo
+
+    @property
+    def draining(self) -> bool:
+        return self.core.draining
 
     # -- producers
 
@@ -465,7 +489,7 @@ class Owner:
         )
         if fresh is not None:
             tenant = self.core.known(upload.submission_id).header.tenant
-            self._require_room(tenant)
+            self._require_room(tenant, fresh.nbytes)
             whole = fresh.num_rows == upload.batch.num_rows
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
             self.quota.charge(tenant, fresh.nbytes)
@@ -506,10 +530,20 @@ class Owner:
         self.write()  # a frame of the open group has no size yet
         return held_bytes(self.core.state, self.journal)
 
-    def _require_room(self, tenant: str) -> None:
+    def _look(self, now_s: float) -> None:
+        """How much more the disk takes."""
+        self._looked_s = now_s
+        self.core.room.seen(self.journal.room_bytes())
+
+    def _require_room(self, tenant: str, size: int = 0) -> None:
+        self.core.room.require(size)
         self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
-            raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
+            raise Backpressure(
+                "the broker drains: it takes no new tasks until it restarts, or until "
+                "`fabric broker drain --undo`",
+                retry_after_s=30.0,
+            )
         used, mark = self.journal.bytes_used, self.journal_high_water
         if used >= mark:
             raise Backpressure(
@@ -581,6 +615,12 @@ class Owner:
         """Time passed: expire what is due, and look now and then whether the accounts still hold."""
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._look(now_s)
+        if now_s - (self._rate.seen_s or 0.0) >= RATE_EVERY_S:
+            total = self.core.state.total()
+            self._rate.total = total.enqueued.tokens
+            self._rate.update(total.retired.tokens + total.dead.tokens, now_s)
         self._keep_up()
         if now_s - self._audit_s >= AUDIT_EVERY_S and not self.core.fault:
             self._audit_s = now_s
@@ -615,12 +655,30 @@ class Owner:
         self.core.release_pulled(name)
 
     def settle(
-        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+        self,
+        task_ids: npt.NDArray[np.int64],
+        confirmation: Confirmation,
+        *,
+        dead: bool,
+        requeues: npt.NDArray[np.uint8] | None = None,
     ) -> int:
-        facts, count = self.core.settle(task_ids, confirmation, dead=dead)
+        facts, count = self.core.settle(task_ids, confirmation, dead=dead, requeues=requeues)
         self._log(facts)
         self._log(self.core.lane_steps())
         return count
+
+    # -- dead letters
+
+    def requeue(self, task_ids: npt.NDArray[np.int64], reason: str) -> RequeueReply:
+        """Dead tasks are ready again. Idempotent: what is not dead any more is counted and left alone."""
+        facts, reply = self.core.requeue(task_ids, reason, self.journal.first_lsn)
+        self._log(facts)
+        self._log(self.core.lane_steps())
+        return reply
+
+    def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
+        """The state of each task by name; "unknown" if it is not of this journal."""
+        return self.core.states(task_ids)
 
 
 def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:

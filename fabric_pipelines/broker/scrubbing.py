@@ -84,7 +84,7 @@ class Scrubbing:
     def _tasks_at(self, lsn: int) -> tuple[Sequences, int]:
         """The tasks whose row or outcome lies in that frame, and how many of them still need it."""
         state, index = self._core.state, self._core.state.index
-        need = space.needed(state)
+        need = space.needed(state, self._journal.first_lsn, pin_dead=False)
         moved = index.moved.get(lsn)
         if moved is not None:
             return moved, int(need.tasks[moved].sum())

@@ -19,7 +19,7 @@ from fabric_pipelines.broker.accounts import RETIRED, STATES, only
 from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
-from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
+from fabric_pipelines.broker.state import HELD, OpenLease, State, SubmissionRecord
 from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
@@ -123,7 +123,12 @@ def take(state: State) -> Snapshot:
 
 def _head(state: State) -> bytes:
     # what is empty in nearly every journal is left out, as it was before it existed
-    rare = {"classes": list(state.classes), "suspects": sorted(state.suspects.items())}
+    rare = {
+        "classes": list(state.classes),
+        "suspects": sorted(state.suspects.items()),
+        "requeues": sorted(state.requeues.items()),
+        "vector_bytes": state.vector_bytes,
+    }
     return canonical_json(
         {name: value for name, value in rare.items() if value}
         | {
@@ -142,6 +147,7 @@ def _head(state: State) -> bytes:
                     "key": lane.key.as_json(),
                     "sampling": lane.sampling,
                     "generation": lane.generation,
+                    **({"opened_at": lane.opened_at} if lane.opened_at else {}),
                     "step": int(lane.step),
                     "producers": sorted(lane.producers),
                 }
@@ -181,6 +187,10 @@ def restore(snapshot: Snapshot) -> State:
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
+    state.requeues = dict(head.get("requeues", ()))
+    state.vector_bytes = dict(head.get("vector_bytes", ()))
+    held = np.isin(state.index.state[: state.index.count], HELD)
+    state.held_new = int(state.index.new[: state.index.count][held].sum(dtype=np.int64))
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
@@ -191,6 +201,7 @@ def restore(snapshot: Snapshot) -> State:
                 lane["sampling"],
                 state.accounts,
                 generation=lane["generation"],
+                opened_at=lane.get("opened_at", 0),
                 step=Step(lane["step"]),
                 producers=set(lane["producers"]),
             )

@@ -249,7 +249,7 @@ class Tiering:
             if any(h.last_lsn > covered for h in sealed):
                 self.checkpoint()
             return None
-        need = space.needed(self.core.state)
+        need = space.needed(self.core.state, self.journal.first_lsn)
         live = dict(
             zip(
                 (h.epoch for h in holdings),
@@ -383,7 +383,7 @@ class Tiering:
     def tasks_in(self, segment: Segment) -> Sequences:
         """Tasks whose rows lie there and are needed."""
         index = self.core.state.index
-        need = space.needed(self.core.state).tasks
+        need = space.needed(self.core.state, self.journal.first_lsn, pin_dead=False).tasks
         tasks = np.flatnonzero(need)
         if not len(tasks):
             return tasks

@@ -162,6 +162,21 @@ copy {target} ({columns}) from stdin (format binary)
 -- name: merge_stage
 insert into {table} ({columns}) select {columns} from {stage} on conflict (task_id) do nothing
 
+-- name: bury_stage
+-- A later death of a requeued task replaces the earlier one; the same one again changes nothing. A death that
+-- somebody held on to until its task was requeued and landed is none any more.
+insert into fabric.dead_letters as old ({columns})
+select {columns} from {stage} as new
+where not exists (select from {results} as landed where landed.task_id = new.task_id)
+on conflict (task_id) do update
+    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, landed_at)
+        = (excluded.status, excluded.error_code, excluded.reason, excluded.prompt_tokens, excluded.engine,
+           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.landed_at)
+    where old.requeues < excluded.requeues
+
+-- name: unbury
+delete from fabric.dead_letters where task_id = any(%(task_ids)s)
+
 -- name: explain
 -- TIMING costs two clock reads a row and says nothing about WAL.
 explain (analyze, wal, timing off, format json) {statement}
@@ -231,11 +246,29 @@ select exists (select from fabric.results where function = %(function)s)
 
 -- name: read_dead_letters
 select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
-       engine_fingerprint, attempts, landed_at
+       engine_fingerprint, attempts, requeues, landed_at
 from fabric.dead_letters
 where (%(function)s::text is null or function = %(function)s)
   and (%(submission_id)s::text is null or submission_id = %(submission_id)s)
-order by task_id;
+  and (%(error_code)s::text is null or error_code = %(error_code)s)
+order by task_id
+limit %(limit)s;
+
+-- name: dead_letter_ids
+select task_id
+from fabric.dead_letters
+where (%(function)s::text is null or function = %(function)s)
+  and error_code = %(error_code)s
+  and task_id > %(after)s
+order by task_id
+limit %(limit)s;
+
+-- name: count_dead_letters
+select error_code, count(*)
+from fabric.dead_letters
+where (%(function)s::text is null or function = %(function)s)
+group by error_code
+order by 2 desc, 1;
 
 -- name: count_results
 select 'generate', count(*) from fabric.generate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,10 @@ class SourceState:
             **self._since_version_2(),
             **self.content.as_json(),
         }
+
+    def with_content(self, content: ContentHash) -> SourceState:
+        """The same moment, with a hash that was added up."""
+        return replace(self, content=content)
 
     def _since_version_2(self) -> dict[str, Any]:
         version = self.source.hash_version
@@ -236,21 +240,12 @@ def state_of(
     )
 
 
-def fingerprints(
-    connection: Connection,
-    source: Source,
-    described: Described,
-    only: sql.Composable = EVERY_ROW,
-) -> list[str]:
-    """Engine fingerprints of the source's rows for which `only` holds, where the relation has them."""
+def fingerprints(connection: Connection, source: Source, described: Described) -> list[str]:
+    """Engine fingerprints of the source's rows, where the relation has them."""
     if source.hash_version < 2 or not described.has_fingerprints:
         return []
     parts = _parts(source)
-    statement = compose(
-        "engine_fingerprints",
-        relation=parts["relation"],
-        filter=sql.Composed([parts["filter"], sql.SQL(" and "), only]),
-    )
+    statement = compose("engine_fingerprints", relation=parts["relation"], filter=parts["filter"])
     return [row[0] for row in connection.execute(statement).fetchall() if row[0] is not None]
 
 

@@ -8,6 +8,7 @@ beside the log. Nothing here decides to rebuild: the view gives the verdict, its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -126,6 +127,24 @@ def staleness(database: Database, shard: str | None = None) -> list[Staleness]:
     return [Staleness(*row) for row in rows]
 
 
+def await_stale(
+    database: Database, shard: str | None = None, *, within_s: float
+) -> list[Staleness]:
+    """`staleness`, as soon as one verdict is not fresh, or after `within_s` seconds. Rung by the doorbell, and
+    the view is read at intervals all the same."""
+    end = time.monotonic() + within_s
+    found = staleness(database, shard)
+    if within_s <= 0:
+        return found
+    with Doorbell(database) as bell:
+        while True:
+            found = staleness(database, shard)  # after LISTEN, so that no ring falls between
+            left = end - time.monotonic()
+            if left <= 0 or any(item.verdict != "fresh" for item in found):
+                return found
+            bell.wait(min(left, POLL_S))
+
+
 def read_moved(database: Database, name: str, generation: int, source: Source) -> Moved:
     """Ids in the log since generation `generation` of shard `name` was read, and their rows as they are now.
     UsageError when that generation is not the current one."""
@@ -141,7 +160,7 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
         )
         described = describe(connection, source)
         rows = copy_rows(connection, source, described.encoding, chosen)
-        made_by = fingerprints(connection, source, described, chosen)
+        made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)
     return Moved(state, ids, rows, log[1] == "complete" and not log[2])
 

@@ -1,7 +1,7 @@
 """Completion batch: the outcome of each task, as the worker reports it and as completion pulls it.
 
 A worker sends COMPLETION_SCHEMA. The broker journals it, and hands it on as PULLED_SCHEMA, which adds what
-only the broker knows for certain (function, submission). `status` is one of STATUSES; `finish_reason` is
+only the broker knows for certain (function, submission, how often it was requeued from the dead letters). `status` is one of STATUSES; `finish_reason` is
 the engine's own word, never guessed from lengths. `attempts` is that of the lease: it tells a failure that is
 reported again from the next one.
 """
@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fabric_pipelines.records.arrow import require_schema
 
 STATUSES = ("ok", "refused", "failed")
 FINISH_REASONS = ("stop", "length", "single_pass", "oversized", "timeout", "cancelled", "error")
 ERROR_TEXT_BYTES_MAX = 256
+VECTOR_ELEMENT_BYTES = 2
 
 COMPLETION_SCHEMA = pa.schema(
     [
@@ -45,6 +47,7 @@ PULLED_SCHEMA = pa.schema(
     [
         pa.field("function", pa.string(), nullable=False),
         pa.field("submission_id", pa.string(), nullable=False),
+        pa.field("requeues", pa.uint8(), nullable=False),
         *COMPLETION_SCHEMA,
     ]
 )
@@ -64,6 +67,14 @@ def completion_batch(columns: Mapping[str, Sequence[Any] | pa.Array]) -> pa.Reco
     batch = pa.RecordBatch.from_arrays(arrays, schema=COMPLETION_SCHEMA)
     require_schema(batch, COMPLETION_SCHEMA, "completion batch")
     return batch
+
+
+def largest_vector(batch: pa.RecordBatch) -> int:
+    """Bytes of the largest vector in a completion batch, 0 without any."""
+    vectors = batch.column("vector")
+    if vectors.null_count == batch.num_rows:
+        return 0
+    return VECTOR_ELEMENT_BYTES * int(pc.max(pc.list_value_length(vectors)).as_py())
 
 
 def clip_error_text(text: str) -> str:

@@ -62,6 +62,7 @@ BUILDER_MODULES = (
     "shards.admission",
     "shards.blocks",
     "shards.content",
+    "shards.increment",
     "shards.lists",
     "shards.logical",
 )
@@ -102,7 +103,7 @@ def build(
     with holding(store, root, name, disk) as lease:
         folder = shard_folder(root, name)
         sweep(disk, store, folder, lease)
-        return _build_next(store, root, lease, source, spec, recipe, keep_centroids, disk)
+        return build_next(store, root, lease, source, spec, recipe, keep_centroids, disk)
 
 
 def janitor(db: Database | VectorStore, root: Path, name: str, *, disk: Disk = DISK) -> list[str]:
@@ -161,7 +162,7 @@ def libraries() -> dict[str, str]:
     }
 
 
-def _build_next(
+def build_next(
     store: VectorStore,
     root: Path,
     lease: ShardLease,
@@ -171,6 +172,7 @@ def _build_next(
     keep_centroids: bool,
     disk: Disk,
 ) -> Generation:
+    """The next generation under a lease that the caller holds; arguments as of build."""
     row = store.current_generation(lease.name)
     # The folder may be gone; then nothing is linked, and a new build is the remedy for it.
     previous = (

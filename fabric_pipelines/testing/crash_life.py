@@ -246,6 +246,17 @@ class Life:
         owner.tick()
         self.computed |= set(ids)
         self.promise()
+        self.land()
+        self.requeue(ids)
+        self.report(self.lease(1))
+
+    def requeue(self, ids: list[int]) -> None:
+        """What is dead is tried again; from the request on it may be."""
+        self.dead -= set(ids)
+        self.computed -= set(ids)
+        self.promise()
+        assert self.bench.owner.requeue(np.array(ids, np.int64), "again").requeued == len(ids)
+        self.promise()
 
 
 def bench_on(ops: Any, store: ObjectStore | None = None) -> DiskBench:

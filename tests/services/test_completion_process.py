@@ -166,7 +166,7 @@ def test_computed_tasks_land_retire_and_the_process_ends_cleanly_on_sigterm(
     assert machine.compute() == TASKS
     _require_every_task_once(machine, database, submission)
     completion.send_signal(signal.SIGTERM)
-    _, err = completion.communicate(timeout=20)
+    _, err = completion.communicate(timeout=90)
     assert completion.returncode == 0, err
     letters = results.dead_letters(database)
     assert set(letters.column("reason").to_pylist()) == {"colour is unknown"}
@@ -181,7 +181,7 @@ def test_a_completion_killed_in_mid_landing_is_replaced_and_nothing_is_lost_or_d
     with database.session() as blocker:
         blocker.execute("begin; lock table fabric.acks in share mode")
         first = machine.start("completion", ready=False)
-        eventually(_waits_for_lock(database), within_s=20, what="a landing that waits for the lock")
+        eventually(_waits_for_lock(database), within_s=60, what="a landing that waits for the lock")
         first.kill()
         first.wait(timeout=60)
         blocker.execute("rollback")
@@ -220,7 +220,7 @@ def test_completion_outlives_its_database_and_lands_what_it_held(
     completion = machine.start("completion")
     submission = machine.submit()
     machine.compute(at_most=100)
-    eventually(lambda: results.counts(database)["generate"], within_s=20, what="rows have landed")
+    eventually(lambda: results.counts(database)["generate"], within_s=60, what="rows have landed")
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     server.stop()
@@ -239,13 +239,13 @@ def test_a_broker_with_another_journal_ends_completion_with_the_refusal(
     completion = machine.start("completion")
     machine.submit()
     machine.compute()
-    eventually(lambda: results.counts(database)["generate"], within_s=20, what="rows have landed")
+    eventually(lambda: results.counts(database)["generate"], within_s=60, what="rows have landed")
     broker.kill()
     broker.wait(timeout=60)
     machine.environment["FABRIC_HOME"] += "/other"
     Path(machine.environment["FABRIC_HOME"]).mkdir()
     machine.start("broker")
-    _, err = completion.communicate(timeout=30)
+    _, err = completion.communicate(timeout=90)
     assert completion.returncode == 4
     assert "admit" in err
 

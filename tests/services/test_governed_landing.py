@@ -91,7 +91,7 @@ def test_a_statement_that_waits_for_a_lock_is_seen_unless_it_is_ours(database: D
         with database.session() as own:
             gauge = Gauge(own)
             eventually(
-                lambda: gauge.read("nobody").lock_waiters == 2, within_s=10, what="two that wait"
+                lambda: gauge.read("nobody").lock_waiters == 2, within_s=60, what="two that wait"
             )
             assert gauge.read(APPLICATION).lock_waiters == 1
         holder.rollback()

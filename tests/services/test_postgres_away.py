@@ -25,7 +25,7 @@ from tests.support import eventually, skip_or_fail
 
 ENGINE = "all-minilm-l6-v2@onnxruntime-fp32"
 VOCABULARY = 30_522
-TASKS, HIGH_WATER = 1_800, 200
+TASKS, HIGH_WATER = 1_200, 200
 AWAY_S = float(os.environ.get("FABRIC_PG_AWAY_S", "5"))
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_workers_go_on_to_the_mark_hold_and_nothing_is_lost(
             return found
 
         # rows of the first tasks are visible by SQL long before the run ends
-        eventually(lambda: _landed(fabric, submission_id), within_s=20, what="first rows in SQL")
+        eventually(lambda: _landed(fabric, submission_id), within_s=60, what="first rows in SQL")
         assert state().retired < TASKS / 2
 
         server.stop()

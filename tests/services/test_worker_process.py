@@ -21,7 +21,7 @@ PROMPTS = [[1 + n % 40, 2, 3 + n] for n in range(120)]
 
 def ended(worker: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
     """The counters that a worker prints at its end."""
-    out, err = worker.communicate(timeout=40)
+    out, err = worker.communicate(timeout=90)
     assert worker.returncode == code, err
     report: dict[str, Any] = json.loads(out) if out else {}
     return report
@@ -76,13 +76,13 @@ def test_sigterm_drains_and_hands_back_what_did_not_start(tmp_path: Path) -> Non
         on.reached("computed", 8)
         full = eventually(
             lambda: (found := on.total())["leased"] >= 40 and found,
-            within_s=20,
+            within_s=60,
             what="its window is full",
         )
         worker.send_signal(signal.SIGTERM)
         eventually(
             lambda: on.total()["leased"] < full["leased"],
-            within_s=20,
+            within_s=60,
             what="it hands back what did not start",
         )
         go_on(tmp_path)
@@ -125,7 +125,7 @@ def test_a_task_that_brings_engines_down_is_found_by_halving_and_blamed_alone() 
         engine = {"until_idle": True, "script": {"poison_rows": [5]}, "profile": [8, 64, 256, 0]}
         for _ in range(12):  # a supervisor would start the next one
             worker = on.start_worker(**engine)
-            worker.communicate(timeout=40)
+            worker.communicate(timeout=90)
             if worker.returncode == 0:
                 break
         with on.client("completion") as client:
@@ -142,7 +142,7 @@ def test_a_second_worker_on_a_device_is_refused_with_the_pid_of_the_first() -> N
         first = on.start_worker()
         on.reached("computed", 8)
         second = on.start_worker()
-        _, err = second.communicate(timeout=20)
+        _, err = second.communicate(timeout=90)
         assert second.returncode == 4
         assert f"pid {first.pid}" in err
         assert "Traceback" not in err
@@ -155,7 +155,7 @@ def test_at_the_high_water_mark_workers_hold_until_results_have_landed() -> None
         on.submit(PROMPTS)
         worker = on.start_worker(script={"step_s": 0.01}, profile=[4, 16, 64, 16])
         on.reached("computed", 20)
-        eventually(lambda: on.total()["leased"] == 0, within_s=20, what="the worker holds")
+        eventually(lambda: on.total()["leased"] == 0, within_s=60, what="the worker holds")
         with on.client("completion") as client:
             landed: dict[int, list[int]] = {}
 
@@ -169,7 +169,7 @@ def test_at_the_high_water_mark_workers_hold_until_results_have_landed() -> None
 
             held = on.total()
             assert held["computed"] < 20 + 3 * 16, "work beyond the mark is only what was in hand"
-            eventually(land, within_s=30, what="all results are pulled")
+            eventually(land, within_s=60, what="all results are pulled")
         worker.terminate()
         report = ended(worker)
         assert on.total()["retired"] == len(PROMPTS)

@@ -145,7 +145,7 @@ def test_what_was_asked_before_the_end_is_answered(
         target=lambda: answers.append(connection.call("last", {}, (), 10.0)[0])
     )
     asking.start()
-    eventually(lambda: bool(echo.seen), within_s=30, what="the server has seen the call")
+    eventually(lambda: bool(echo.seen), within_s=60, what="the server has seen the call")
     threading.Timer(0.05, echo.gate.set).start()
     server.close()
     asking.join(timeout=30)

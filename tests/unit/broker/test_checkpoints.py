@@ -197,7 +197,7 @@ def test_live_rows_of_a_mostly_dead_front_are_copied_forward_under_their_ids(
     bench.submit(header, [slow])
     first_id = bench.owner.submission(header.submission_id).first_task_id  # type: ignore[union-attr]
     for mark in range(10):
-        work(bench, mark, land=20)
+        work(bench, mark, land=22)
         bench.checkpoint()
         if mark == 4:
             drain(bench)
@@ -444,14 +444,15 @@ def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) ->
 def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     """A new field of the state must be saved, or named here as derived."""
     derived = {"by_submission", "session_leases", "lane_of", "refused", "recounter"}
+    derived |= {"lane_vector", "held_new"}
     saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
     saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
     saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames", "cold"}
-    saved |= {"classes", "suspects"}
+    saved |= {"classes", "suspects", "requeues", "vector_bytes"}
     assert set(vars(State(1))) == saved | derived
     index = {"count", "_capacity", "_columns", "base", "frames", "done_frames", "moved", *COLUMNS}
     assert set(vars(State(1).index)) == index
-    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
+    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers", "opened_at"}
     assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting", "away"}
     record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
     assert set(SubmissionRecord.__dataclass_fields__) == record

@@ -106,7 +106,7 @@ def test_the_next_step_starts_before_the_last_is_handed_out(engine: Toy, gate: G
     engine.submit(lease_of([[1]] * 4, ANY))
     (first,) = engine.poll(30)
     assert first.column("task_id").to_pylist() == [0, 1]
-    eventually(lambda: len(gate.steps) == 2, within_s=30, what="the second step started unasked")
+    eventually(lambda: len(gate.steps) == 2, within_s=60, what="the second step started unasked")
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_what_runs_is_kept_when_the_rest_is_taken_back(made: VllmOverStandin) ->
     states = engine.llm.llm_engine.output_processor.request_states
     eventually(
         lambda: sum(not state.is_prefilling for state in list(states.values())) == 4,
-        within_s=20,
+        within_s=60,
         what="a batch of four runs",
     )
     assert engine.withdraw_unstarted() == list(range(4, 10))

@@ -33,7 +33,7 @@ PINNED = {
     "table": "240ebc205ef83198",
     "cosine": "15a7703ead5f4427",
     "l2": "b0a20450f41c7afb",
-    "manifest": "7f9d6de72ada6934",
+    "manifest": "3c903c376921c6c7",
 }
 
 
