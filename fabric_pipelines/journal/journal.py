@@ -28,7 +28,6 @@ from fabric_pipelines.journal.frame import (
     CONTROL_FRAME_BYTES,
     DATA_KIND_MAX,
     DURABLE,
-    HEADER_BYTES,
     OPENED,
     SEAL,
     SEGMENT,
@@ -44,6 +43,7 @@ from fabric_pipelines.journal.frame import (
 )
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import Index, write_index
+from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
 from fabric_pipelines.journal.segment import (
@@ -60,23 +60,6 @@ from fabric_pipelines.journal.stub import Stub
 SEGMENT_BYTES_MIN = 4096
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """One appended frame of the open group; its header is made when the group's segment is known."""
-
-    kind: int
-    schema_id: int
-    rows: int
-    time_us: int
-    length: int
-    crc: int
-    parts: tuple[memoryview, ...]
-
-    @property
-    def frame_bytes(self) -> int:
-        return HEADER_BYTES + padded(self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +101,7 @@ class Journal:
         self._chain = recovered.chain
         self._low_epoch = recovered.low_epoch
         self._opens = recovered.report.opens + 1
-        self._group: list[_Pending] = []
+        self._group: list[Pending] = []
         self._group_bytes = 0
         self._written_lsn = recovered.report.last_lsn
         self._durable_lsn = recovered.report.last_lsn
@@ -228,6 +211,15 @@ class Journal:
         spare = self.segment_bytes if self._spare else 0
         return sum(s.size for s in self._segments if not s.cold) + spare
 
+    def room_bytes(self) -> int:
+        """What the disk can still take as frames, less the part of each segment that not every frame may use: the
+        rest of this one, and whole segments in reserve, recycled, or out of free space."""
+        free = self._ops.free_bytes(self.folder) // self.segment_bytes
+        whole = free + len(self._free) + (self._spare is not None)
+        active = self._segments[-1]
+        rest = max(active.size * 7 // 8 - active.end - self._group_bytes, 0)
+        return whole * (self.segment_bytes * 7 // 8) + rest
+
     def append(
         self,
         kind: int,
@@ -251,7 +243,7 @@ class Journal:
         several = payload if isinstance(payload, list | tuple) else [payload]
         parts = tuple(memoryview(part).cast("B") for part in several)
         crc, length = payload_crc(parts)
-        pending = _Pending(kind, schema_id, rows, time_us, length, crc, parts)
+        pending = Pending(kind, schema_id, rows, time_us, length, crc, parts)
         share = (7 / 8 if spare_last else 1.0) if essential else 1 / 2
         self._make_room(self._group_bytes + pending.frame_bytes, share)
         lsn = self.next_lsn
