@@ -9,12 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric_pipelines import screen
+from fabric_pipelines.telemetry import format_eta
 
 SHOWN = {
     "processes": ("name", "state", "pid", "restarts", "last_exit"),
     "consumers": ("engine", "device", "leased", "session"),
+    "stale": (
+        "shard",
+        "generation",
+        "verdict",
+        "moved",
+        "moved_fraction",
+        "deleted_fraction",
+        "log",
+    ),
     "receipts": ("shard", "generation", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
+    "letters": ("task_id", "state", "function", "error_code", "attempts", "reason"),
     "kernels": ("family", "arch", "registers", "spills", "digest"),
 }
 TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")
@@ -33,6 +44,13 @@ def chosen(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _progress(progress: Mapping[str, Any]) -> str:
+    done, total = progress["tokens_done"], progress["tokens_total"]
+    rate = f", {progress['tokens_per_s']:,.0f} a second" if progress["tokens_per_s"] else ""
+    eta = "done" if done >= total else format_eta(progress["eta_s"])
+    return f"{done:,} of {total:,} tokens{rate}, {eta}"
+
+
 def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
     """The broker's account for a person: tasks by engine, since lanes are by the hundred, and their sum."""
     # in doubt is a state of recovery: shown while there is any
@@ -48,9 +66,18 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
     balance = [broker[f"balance_{kind}"] for kind in ("tasks", "tokens", "fingerprint")]
     return {
         "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
-        "journal": f"{screen.size(broker['journal']['bytes'])}, durable up to {broker['journal']['durable_lsn']}",
+        "journal": _journal(broker["journal"]),
         "fault": broker["fault"] or "none",
+        "progress": _progress(broker["progress"]),
+        "draining": broker["draining"],
         "lanes": len(broker["lanes"]),
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
         "tasks": [*by_engine.values(), total],
     }
+
+
+def _journal(figures: Mapping[str, Any]) -> str:
+    """One tenant of several is told which journal it is in, not how large that is."""
+    if "bytes" not in figures:
+        return str(figures["journal_id"])
+    return f"{screen.size(figures['bytes'])}, durable up to {figures['durable_lsn']}"

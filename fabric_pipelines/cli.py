@@ -20,6 +20,7 @@ from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
 from fabric_pipelines.cli_db import app as db_app
 from fabric_pipelines.cli_models import app as models_app
+from fabric_pipelines.cli_receipts import app as receipt_app
 from fabric_pipelines.console import emit as _emit
 from fabric_pipelines.console import require as _require
 from fabric_pipelines.console import settings_of as _settings
@@ -120,12 +121,12 @@ def _group(name: str, text: str) -> typer.Typer:
 
 
 config_app = _group("config", "Settings, and where each came from.")
-receipt_app = _group("receipt", "Receipts of index generations.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
 app.add_typer(db_app, name="db")
 app.add_typer(models_app, name="models")
 app.add_typer(broker_app, name="broker")
+app.add_typer(receipt_app, name="receipt")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -156,7 +157,6 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 GIVEN = "  (from {})"
-PREFIX = 16
 
 
 def _board() -> ProgressBoard:
@@ -410,76 +410,6 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
         for row in rows
     }
     _emit({"home": settings.home, "settings": rows}, as_json, shown=shown)
-
-
-@receipt_app.command("show")
-def receipt_show(
-    ctx: typer.Context,
-    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
-    as_json: Json = False,
-) -> None:
-    """The receipt's in-toto statement."""
-    from fabric_pipelines.dataplane.database import Database
-    from fabric_pipelines.dataplane.vectors import find_receipt
-
-    found = find_receipt(Database.of(_settings(ctx)), receipt_id)
-    if found is None:
-        raise UsageError(f"there is no receipt {receipt_id}")
-    answer = plain(found)
-    facts = {name: item for name, item in answer.items() if name != "statement"}
-    _emit(answer, as_json, shown=facts | answer["statement"]["predicate"])
-
-
-@receipt_app.command("verify")
-def receipt_verify(
-    ctx: typer.Context,
-    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
-    as_json: Json = False,
-) -> None:
-    """Compare files and database with the receipt; exit code 3 if anything differs."""
-    from fabric_pipelines import receipts
-    from fabric_pipelines.dataplane.database import Database
-
-    settings = _settings(ctx)
-    verdict = receipts.verify(Database.of(settings), settings.shards_dir, receipt_id)
-    _emit(plain(verdict), as_json)
-    _require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
-
-
-@receipt_app.command("list")
-def receipt_list(
-    ctx: typer.Context,
-    shard: Annotated[str | None, typer.Option(help="Only receipts of this shard.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Receipts, newest first."""
-    from fabric_pipelines.dataplane.database import Database
-    from fabric_pipelines.dataplane.vectors import find_receipts
-
-    rows: list[dict[str, Any]] = [
-        {"receipt_id": row.receipt_id, "shard": row.shard, "generation": row.generation}
-        for row in find_receipts(Database.of(_settings(ctx)), shard=shard)
-    ]
-    # a prefix is what the other commands take, and it can be copied
-    shown = [{**row, "receipt_id": row["receipt_id"][:PREFIX]} for row in rows]
-    _emit({"receipts": rows}, as_json, shown={"receipts": shown})
-
-
-@receipt_app.command("rebuild")
-def receipt_rebuild(
-    ctx: typer.Context,
-    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
-    as_json: Json = False,
-) -> None:
-    """Build the generation again and give a verdict: identical, logical, equivalent or different."""
-    from fabric_pipelines import receipts
-    from fabric_pipelines.dataplane.database import Database
-
-    settings = _settings(ctx)
-    done = receipts.rebuild(Database.of(settings), settings.shards_dir, receipt_id)
-    verdict = str(done.verdict)
-    _emit({**plain(done), "ok": verdict != "different", "verdict": verdict}, as_json)
-    _require(verdict != "different", f"the rebuild of receipt {receipt_id} differs")
 
 
 @kernels_app.command("list")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fabric_pipelines.console import emit, require, settings_of
+from fabric_pipelines.errors import UsageError
 from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="The broker and its journal.")
+dead_app = typer.Typer(no_args_is_help=True, help="Tasks that died: why, and try them again.")
+app.add_typer(dead_app, name="dead")
+PARTIAL = 5
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -28,14 +34,101 @@ def account(settings: Settings) -> dict[str, Any]:
 
 
 @app.command("status")
-def broker_status(ctx: typer.Context, as_json: Json = False) -> None:
-    """The broker's own account."""
+def broker_status(
+    ctx: typer.Context,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show progress in tokens until nothing is open.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The broker's own account, and how far it is in tokens."""
     from fabric_pipelines import answers
 
-    answer = account(settings_of(ctx))
+    settings = settings_of(ctx)
+    if watch:
+        from fabric_pipelines.broker import draining
+        from fabric_pipelines.broker.client import BrokerClient
+        from fabric_pipelines.telemetry import ProgressBoard
+
+        with BrokerClient.of(settings, role="admin") as client, ProgressBoard(sys.stderr) as board:
+            draining.watch(client, board)
+    answer = account(settings)
     answer |= answer.pop("total")
     more = {"consumers": answer["consumers"], "counters": answer["counters"]}
     emit(answer, as_json, shown=answers.work_of(answer) | more)
+
+
+@app.command("drain")
+def broker_drain(
+    ctx: typer.Context,
+    undo: Annotated[bool, typer.Option("--undo", help="Lease and take tasks again.")] = False,
+    wait: Annotated[bool, typer.Option(help="Until what runs is finished and landed.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Lease nothing more and take no new tasks; what runs is finished and landed, what is ready stays."""
+    from fabric_pipelines.broker import draining
+    from fabric_pipelines.broker.client import BrokerClient
+    from fabric_pipelines.telemetry import ProgressBoard
+
+    settings = settings_of(ctx)
+    with BrokerClient.of(settings, role="admin") as client, ProgressBoard(sys.stderr) as board:
+        report = draining.drain(client, undo=undo, wait=time.sleep if wait else None, board=board)
+    emit(plain(report), as_json)
+
+
+@dead_app.command("list")
+def dead_list(
+    ctx: typer.Context,
+    reason: Annotated[str | None, typer.Option(help="Only this error code.")] = None,
+    function: Annotated[str | None, typer.Option(help="Only this function's.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Letters to show; all are counted.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Dead letters with their reasons, and whether each is still dead."""
+    from fabric_pipelines.broker.client import BrokerClient
+    from fabric_pipelines.completion import dead_letters
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    with BrokerClient.of(settings, role="admin") as client:
+        found = dead_letters.listed(
+            Database.of(settings), client, reason=reason, function=function, limit=limit
+        )
+    emit(plain(found), as_json)
+
+
+@dead_app.command("requeue")
+def dead_requeue(
+    ctx: typer.Context,
+    reason: Annotated[str | None, typer.Option(help="All that died of this error code.")] = None,
+    function: Annotated[str | None, typer.Option(help="With --reason: of this function.")] = None,
+    task_id: Annotated[
+        list[int] | None, typer.Option("--id", help="This task; may be given more than once.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try dead tasks again, with all their attempts; exit code 5 if the prompts of some are gone."""
+    import numpy as np
+
+    from fabric_pipelines.broker.client import BrokerClient
+    from fabric_pipelines.completion import dead_letters
+    from fabric_pipelines.dataplane.database import Database
+
+    if (reason is None) == (not task_id) or (function is not None and reason is None):
+        raise UsageError(
+            "say which: --reason CODE (as `fabric broker dead list` shows them), or --id TASK"
+        )
+    settings = settings_of(ctx)
+    with BrokerClient.of(settings, role="admin") as client:
+        if reason is None:
+            ids = np.array(task_id, np.int64)
+            reply = dead_letters.requeue_ids(client, [ids], why="named by id")
+        else:
+            database = Database.of(settings)
+            reply = dead_letters.requeue(database, client, reason=reason, function=function)
+    emit(plain(reply), as_json)
+    if reply.gone or reply.unknown:
+        raise typer.Exit(PARTIAL)
 
 
 @app.command("verify")

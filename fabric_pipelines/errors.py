@@ -23,6 +23,8 @@
         │   ├── DigestMismatch          bytes are not those of the pinned sha256
         │   ├── VersionRefused          a server or file format outside the supported range
         │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
+        │   ├── WrongRole               this caller may not make this call
+        │   ├── WrongTenant             a task or submission of another tenant
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
         ├── CheckFailed             a check found a difference (exit code 3)

@@ -194,6 +194,7 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
         _write_env_file(settings, progress)
         prepared = _prepare(settings)
         with (
+            _standing(settings),
             _alone(settings),
             _services(settings, progress),
             _instance(settings) as instance,
@@ -221,6 +222,20 @@ def _alone(settings: Settings) -> Iterator[None]:
                 "home of its own with FABRIC_HOME"
             ) from fault
         yield
+
+
+@contextmanager
+def _standing(settings: Settings) -> Iterator[None]:
+    """Whatever fails in a home that was deleted meanwhile failed for that."""
+    try:
+        yield
+    except Exception as fault:
+        if settings.home.exists():
+            raise
+        raise StorageFailed(
+            f"{settings.home} was deleted while quickstart ran, so it and its services were stopped: run "
+            "`fabric quickstart` again for a new one"
+        ) from fault
 
 
 @contextmanager

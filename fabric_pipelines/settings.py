@@ -57,6 +57,11 @@ class Settings:
         600, "seconds that a submission waits for a broker that is full or away"
     )
     checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
+    broker_cold: str = _setting("", "folder or s3:// URL that sealed journal segments move to")
+    broker_hot_high_water_bytes: int = _setting(
+        4 << 30, "with a cold tier: journal bytes on this disk above which segments move there"
+    )
+    broker_hot_low_water_bytes: int = _setting(2 << 30, "and how many of them stay")
     computed_high_water_tasks: int = _setting(
         100_000, "computed but not yet landed tasks that workers may pile up"
     )

@@ -19,11 +19,21 @@ def pytest_configure(config: pytest.Config) -> None:
     Dagster, and there a filter that names its class is an error of its own."""
     # Started in the background by a script, a process inherits SIGINT as ignored, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if importlib.util.find_spec("hypothesis"):
+        _judge_no_example_by_its_time()
     if importlib.util.find_spec("dagster_shared"):
         for kind in ("BetaWarning", "PreviewWarning"):
             config.addinivalue_line(
                 "filterwarnings", f"ignore::dagster_shared.utils.warnings.{kind}"
             )
+
+
+def _judge_no_example_by_its_time() -> None:
+    """Hypothesis fails an example above 200 ms, and a strategy that is slow to draw: on a busy machine both."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("fabric", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("fabric")
 
 
 KEEP = {"FABRIC_MODELS", "FABRIC_REQUIRE_GPU", "FABRIC_REQUIRE_PARITY", "FABRIC_PG_BIN"}

@@ -26,11 +26,11 @@ def skip_or_fail(reason: str) -> NoReturn:
 
 
 def eventually(probe: Callable[[], T | None], *, within_s: float, what: str) -> T:
-    """The first non-None, non-False answer of `probe`; fails naming `what` after `within_s` seconds."""
+    """The first true answer of `probe`: no empty list, no 0. Fails naming `what` after `within_s` seconds."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         answer = probe()
-        if answer is not None and answer is not False:
+        if answer:
             return answer
         time.sleep(0.02)
     pytest.fail(f"not within {within_s} s: {what}")

@@ -83,7 +83,7 @@ def finish_everything(broker: Broker) -> list[int]:
                 retired.extend(ids.to_pylist())
             return worker.status().total.open_tasks == 0
 
-        eventually(step, within_s=15, what="the end of the backlog")
+        eventually(step, within_s=60, what="the end of the backlog")
     return retired
 
 

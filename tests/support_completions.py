@@ -24,6 +24,7 @@ def pulled_batch(
     incarnation: int = 7,
     dim: int = 8,
     submission_id: str = "5" * 64,
+    requeues: int = 0,
     bad: Mapping[int, tuple[str, str | None, str | None]] | None = None,
     poison: Mapping[int, float] | None = None,
     seed: int = 0,
@@ -41,6 +42,7 @@ def pulled_batch(
     columns = {
         "function": [function] * rows,
         "submission_id": [submission_id] * rows,
+        "requeues": [requeues] * rows,
         "task_id": [task_id(incarnation, first + row) for row in range(rows)],
         "source_row": list(range(first, first + rows)),
         "status": [status for status, _, _ in said],

@@ -46,7 +46,7 @@ class Stage:
 
     def start_broker(self) -> None:
         self.broker = self.spawn("fabric_pipelines.broker")
-        eventually(self.answers, within_s=20, what="the broker answers")
+        eventually(self.answers, within_s=60, what="the broker answers")
 
     def answers(self) -> bool:
         try:
@@ -59,7 +59,7 @@ class Stage:
     def kill_broker(self) -> None:
         assert self.broker is not None
         self.broker.kill()
-        self.broker.communicate()
+        self.broker.communicate(timeout=60)
 
     def start_worker(self, **fields: Any) -> subprocess.Popen[str]:
         return self.spawn("fabric_pipelines.testing.scripted_worker", json.dumps(fields))
@@ -93,7 +93,7 @@ class Stage:
 
     def reached(self, state: str, count: int) -> None:
         eventually(
-            lambda: self.total()[state] >= count, within_s=30, what=f"{count} tasks are {state}"
+            lambda: self.total()[state] >= count, within_s=60, what=f"{count} tasks are {state}"
         )
 
     def pull(self, client: BrokerClient) -> dict[int, list[int]]:
@@ -116,5 +116,5 @@ def stage(**settings: Any) -> Iterator[Stage]:
     finally:
         for process in made.started:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
         shutil.rmtree(folder)

@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pyarrow as pa
+import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
@@ -171,6 +172,22 @@ def lease_of(
     arrays = [pa.array(columns[field.name], field.type) for field in LEASE_SCHEMA]
     batch = pa.RecordBatch.from_arrays(arrays, schema=LEASE_SCHEMA)
     return Lease(1, "lane", engine, sampling, 0, 0, batch)
+
+
+def polled_until_it_fails(
+    engine: Engine, rows: dict[int, dict[str, Any]], *, within_s: float = 60.0, wait_s: float = 1.0
+) -> None:
+    """Poll an engine that must fail; what came before stands in `rows`. The failure leaves this function; an
+    engine that ends all it holds instead, or does nothing at all, fails the test and says which."""
+    end = time.monotonic() + within_s
+    while engine.unfinished():
+        if time.monotonic() >= end:
+            pytest.fail(f"{engine.name} neither failed nor ended {engine.unfinished()[:8]}")
+        for batch in engine.poll(wait_s):
+            for row in batch.to_pylist():
+                assert row["task_id"] not in rows, "a task came back twice"
+                rows[row["task_id"]] = row
+    pytest.fail(f"{engine.name} ended all {len(rows)} tasks without failing")
 
 
 def drain(engine: Engine, *, within_s: float = 60.0) -> dict[int, dict[str, Any]]:

@@ -18,13 +18,24 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 
 
 @app.command("supply")
-def bench_supply(as_json: Json = False) -> None:
+def bench_supply(
+    scale: Annotated[
+        bool,
+        typer.Option(
+            "--scale", help="What backlogs of up to ten million tasks cost instead; some minutes."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
-    from fabric_pipelines.bench.supply_quality import measure, table
+    from fabric_pipelines.bench import supply_quality, supply_scale
 
-    CTRL_C.begin()
-    found = measure()
-    _print(found, table(found), as_json)
+    if scale:
+        sized = supply_scale.measure(say=lambda line: typer.echo(line, err=True))
+        _print(sized, supply_scale.table(sized), as_json)
+    else:
+        found = supply_quality.measure()
+        _print(found, supply_quality.table(found), as_json)
 
 
 @app.command("broker")

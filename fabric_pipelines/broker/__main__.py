@@ -29,6 +29,7 @@ from fabric_pipelines.broker.desk import Desk
 from fabric_pipelines.broker.exporter import Door, export
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
+from fabric_pipelines.broker.tiering import Water
 from fabric_pipelines.broker.transport import (
     TLS,
     UNIX,
@@ -40,6 +41,7 @@ from fabric_pipelines.broker.transport import (
     require_local,
 )
 from fabric_pipelines.broker.wire import error_head
+from fabric_pipelines.dataplane.cold_store import cold_store
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
@@ -80,9 +82,12 @@ def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     folder, segment_bytes = settings.journal_dir, settings.segment_bytes
+    water = Water(settings.broker_hot_high_water_bytes, settings.broker_hot_low_water_bytes)
+    store = cold_store(settings.broker_cold)
     with (
-        Journal.open(folder, segment_bytes=segment_bytes, lazy=True) as journal,
+        Journal.open(folder, segment_bytes=segment_bytes, lazy=True, store=store) as journal,
         ThreadPoolExecutor(1, "checkpoint") as writer,
+        ThreadPoolExecutor(3, "cold") as porter,  # to bring, to fetch, to remove
     ):
         make_runtime_folder(settings.runtime_dir)
         _free_socket(endpoint)
@@ -99,6 +104,8 @@ def serve(settings: Settings) -> int:
             checkpoints=Checkpoints(folder, journal.journal_id, OsFileOps()),
             checkpoint_bytes=settings.checkpoint_bytes,
             background=writer.submit,
+            water=water,
+            cold_background=porter.submit,
         )
         for reason in owner.restored.ignored:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201

@@ -93,7 +93,7 @@ class CallServer:
                     connection.close()
                     return
                 self._open[connection] = thread
-            thread.start()
+                thread.start()  # before `close` can see it: a thread that never ran cannot be waited for
 
     def _converse(self, connection: socket.socket) -> None:
         try:

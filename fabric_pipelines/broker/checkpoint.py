@@ -11,7 +11,8 @@ import errno
 import hashlib
 import json
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ class Checkpoints:
         self._reserved = 0
 
     def write(self, snapshot: Snapshot, lsn: int) -> CheckpointTaken | None:
-        """Durable and read back on return. None if the disk has no room for it: a checkpoint can wait. Any other
+        """Durable and read back on return; the columns of `snapshot` are let go one by one. None if the disk has no room for it: a checkpoint can wait. Any other
         error is StorageFailed, as for the journal itself."""
-        pieces, digest = encode(snapshot, lsn, self._journal_id)
+        pieces, digest = encode(snapshot.head, snapshot.drained(), lsn, self._journal_id)
         size = sum(map(len, pieces))
         path = self._folder / f"{PREFIX}{lsn:016d}"
         ready = self._folder / READY
@@ -116,14 +117,13 @@ class Checkpoints:
                 self._ops.unlink(self._folder / name)
 
 
-def encode(snapshot: Snapshot, lsn: int, journal_id: str) -> tuple[list[bytes], str]:
+def encode(
+    head: bytes, columns: Iterable[tuple[str, Column]], lsn: int, journal_id: str
+) -> tuple[list[bytes], str]:
     """The pieces of the file, one after the other, and the digest of its head, which covers them all."""
     codec: Codec = pa.Codec("zstd", 1)
     sections, bodies, offset = [], [], 0
-    for name, column in {
-        "head": np.frombuffer(snapshot.head, np.uint8),
-        **snapshot.columns,
-    }.items():
+    for name, column in chain([("head", np.frombuffer(head, np.uint8))], columns):
         plain = np.ascontiguousarray(column)
         body = codec.compress(pa.py_buffer(plain), asbytes=True) if plain.nbytes else b""
         sections.append(
@@ -139,9 +139,9 @@ def encode(snapshot: Snapshot, lsn: int, journal_id: str) -> tuple[list[bytes], 
         body += bytes(padded(len(body)) - len(body))
         bodies.append(body)
         offset += len(body)
-    head = canonical_json({"journal_id": journal_id, "lsn": lsn, "sections": sections})
-    preamble = PREAMBLE.pack(MAGIC, VERSION, len(head), crc32c(head))
-    whole = (preamble + head).ljust(padded(PREAMBLE.size + len(head)), b"\0")
+    text = canonical_json({"journal_id": journal_id, "lsn": lsn, "sections": sections})
+    preamble = PREAMBLE.pack(MAGIC, VERSION, len(text), crc32c(text))
+    whole = (preamble + text).ljust(padded(PREAMBLE.size + len(text)), b"\0")
     return [whole, *bodies], hashlib.sha256(whole).hexdigest()
 
 
@@ -149,30 +149,44 @@ def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot 
     """The snapshot in the bytes of a file, or what is wrong with them."""
     if len(raw) < PREAMBLE.size:
         return "is cut short"
-    magic, version, length, crc = PREAMBLE.unpack_from(raw)
+    magic, version, length, _ = PREAMBLE.unpack_from(raw)
     start = padded(PREAMBLE.size + length)
     if magic != MAGIC or version != VERSION or start > len(raw):
         return "is damaged, or of another version"
     text = bytes(raw[PREAMBLE.size : PREAMBLE.size + length])
-    if crc32c(text) != crc or hashlib.sha256(raw[:start]).hexdigest() != digest:
+    if hashlib.sha256(raw[:start]).hexdigest() != digest:  # which covers the head's CRC, too
         return "is not the one that the log speaks of"
     head = json.loads(text)
     if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
         return "is of another journal or moment"
-    columns: dict[str, Column] = {}
+    stored: dict[str, tuple[dict[str, Any], memoryview]] = {}
     for section in head["sections"]:
         begin = start + section["offset"]
         body = raw[begin : begin + section["stored"]]
         if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
             return f"is damaged in its column {section['name']}"
-        columns[section["name"]] = _column(section, body)
-    text = columns.pop("head").tobytes()
-    return Snapshot(text, columns)
+        stored[section["name"]] = section, body
+    first = _Packed({"head": stored.pop("head")})
+    return Snapshot(first["head"].tobytes(), _Packed(stored))
 
 
-def _column(section: dict[str, Any], body: memoryview) -> Column:
-    codec: Codec = pa.Codec("zstd")
-    dtype, shape = np.dtype(section["dtype"]), tuple(section["shape"])
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    plain = codec.decompress(pa.py_buffer(body), size) if size else b""
-    return np.frombuffer(plain, dtype).reshape(shape)
+class _Packed(Mapping[str, Column]):
+    """Columns as they lie in the file, whole by their CRCs; each is unpacked when somebody asks for it, so that all of
+    them are never in memory at once."""
+
+    def __init__(self, stored: dict[str, tuple[dict[str, Any], memoryview]]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Column:
+        section, body = self._stored[name]
+        codec: Codec = pa.Codec("zstd")
+        dtype, shape = np.dtype(section["dtype"]), tuple(section["shape"])
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        plain = codec.decompress(pa.py_buffer(body), size) if size else b""
+        return np.frombuffer(plain, dtype).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)

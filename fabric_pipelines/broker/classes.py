@@ -15,6 +15,8 @@ from fabric_pipelines.records.profile import Profile
 
 PATIENCE_LEASES = 4  # lease times that a class which was lost is waited for
 
+Served = tuple[str, str, str | None]  # class, engine, tenant
+
 
 def class_of(engine: str, fingerprint: str, profile: Profile) -> str:
     """`window_tokens` is left out: it says how much is fetched ahead, not what fits."""
@@ -24,15 +26,16 @@ def class_of(engine: str, fingerprint: str, profile: Profile) -> str:
 
 @dataclass(slots=True)
 class Roster:
-    """Which classes may still take work. `patience_s`: how long a lost one is waited for."""
+    """Which classes may still take work, and whose (a tenant's, None: everybody's). `patience_s`: how long a lost
+    one is waited for."""
 
     patience_s: float
-    _here: dict[str, tuple[str, str]] = field(default_factory=dict)  # session: (class, engine)
-    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # class: (engine, until)
+    _here: dict[str, Served] = field(default_factory=dict)  # by session
+    _lost: dict[Served, float] = field(default_factory=dict)  # until when
 
-    def came(self, session: str, kind: str, engine: str) -> None:
-        self._here[session] = (kind, engine)
-        self._lost.pop(kind, None)
+    def came(self, session: str, kind: str, engine: str, tenant: str | None = None) -> None:
+        self._here[session] = (kind, engine, tenant)
+        self._lost.pop((kind, engine, tenant), None)
 
     def left(self, session: str) -> None:
         """It said so: nobody waits for its return."""
@@ -42,17 +45,20 @@ class Roster:
         """It did not renew: it may be restarting."""
         found = self._here.pop(session, None)
         if found is not None:
-            self._lost[found[0]] = (found[1], now_s + self.patience_s)
+            self._lost[found] = now_s + self.patience_s
 
     def forget(self, now_s: float) -> None:
         """Time passed."""
         if self._lost:
-            self._lost = {kind: item for kind, item in self._lost.items() if item[1] > now_s}
+            self._lost = {found: until for found, until in self._lost.items() if until > now_s}
 
-    def known(self, engine: str) -> set[str]:
-        """Classes of this engine that are here or waited for."""
-        here = {kind for kind, mine in self._here.values() if mine == engine}
-        return here | {kind for kind, (mine, _) in self._lost.items() if mine == engine}
+    def known(self, engine: str, tenant: str) -> set[str]:
+        """Classes of this engine that are here or waited for, and serve that tenant."""
+        return {
+            kind
+            for kind, mine, whose in (*self._here.values(), *self._lost)
+            if mine == engine and whose in (None, tenant)
+        }
 
 
 def is_open(refused_by: int, known: Iterable[str], numbers: Mapping[str, int]) -> bool:

@@ -32,6 +32,7 @@ from fabric_pipelines.broker.replies import (
     BrokerStatus,
     ComputedReply,
     RenewReply,
+    RequeueReply,
     ScrubReport,
     SubmissionState,
     VerifyReport,
@@ -89,6 +90,14 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # An upload waits for answers without a limit; a machine that vanished must end it. Servers take a ping each five
+    # minutes, and pyarrow offers no way to have them take more.
+    ("grpc.keepalive_time_ms", 330_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    (
+        "grpc.http2.ping_timeout_ms",
+        20_000,
+    ),  # this one counts where both are known, and is a minute by itself
 ]
 
 # a list, a numpy or an Arrow array; pyarrow has no types, which makes any union with it no type either
@@ -176,9 +185,19 @@ class BrokerClient:
         """Read every sealed segment again and compare it with its CRCs; others are served meanwhile."""
         return scrub_report(self._call("scrub", {}, timeout_s=SLOW_CALL_S)[0])
 
-    def drain(self) -> None:
-        """Take no new tasks from now on (until the broker restarts); what is there goes on."""
-        self._call("drain", {})
+    def drain(self, *, undo: bool = False) -> None:
+        """Take and lease no tasks from now on, until the broker restarts or `undo`; what is leased is finished and
+        landed."""
+        self._call("drain", {"undo": undo})
+
+    def states(self, task_ids: TaskIds) -> list[str]:
+        """State of each task by name; "unknown" if it is not of the broker's journal."""
+        return list(self._call("states", {}, ids_part(task_ids))[0]["states"])
+
+    def requeue(self, task_ids: TaskIds, *, reason: str) -> RequeueReply:
+        """Dead tasks are ready again, under their ids and without their attempts. Durable on return; what is not dead
+        any more is counted and left alone."""
+        return RequeueReply(**self._call("requeue", {"reason": reason}, ids_part(task_ids))[0])
 
     # -- producer
 
@@ -368,16 +387,20 @@ class BrokerClient:
         """How many were newly retired; only after the sink made them durable."""
         return self._settle(task_ids, confirmation, dead=False)
 
-    def dead(self, task_ids: TaskIds, confirmation: Confirmation) -> int:
-        """How many were newly buried; only after their dead letters are durable."""
-        return self._settle(task_ids, confirmation, dead=True)
+    def dead(self, task_ids: TaskIds, confirmation: Confirmation, *, requeues: Any = None) -> int:
+        """How many were newly buried; only after their dead letters are durable. `requeues`: that column as it was
+        pulled (left out: zeros), so that nothing is buried for what it was before somebody requeued it."""
+        more = () if requeues is None else (as_part(np.asarray(requeues, np.uint8)),)
+        return self._settle(task_ids, confirmation, *more, dead=True)
 
     def release_pulled(self) -> None:
         self._call("release", {})
 
-    def _settle(self, task_ids: TaskIds, confirmation: Confirmation, *, dead: bool) -> int:
+    def _settle(
+        self, task_ids: TaskIds, confirmation: Confirmation, *more: Part, dead: bool
+    ) -> int:
         head = {"dead": dead, "kind": confirmation.kind, "proof": dict(confirmation.proof)}
-        return int(self._call("settle", head, ids_part(task_ids))[0]["count"])
+        return int(self._call("settle", head, ids_part(task_ids), *more)[0]["count"])
 
     # -- transport
 

@@ -7,7 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from fabric_pipelines.broker.accounts import (
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
 from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.deaths import earlier_rounds, requeued
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -36,6 +37,7 @@ from fabric_pipelines.broker.facts import (
     GivenUp,
     LanesStepped,
     Leased,
+    Requeued,
     Returned,
     Settled,
     SubmissionClosed,
@@ -49,6 +51,7 @@ from fabric_pipelines.broker.replies import (
     AttachReply,
     ComputedReply,
     RenewReply,
+    RequeueReply,
     SubmissionState,
 )
 from fabric_pipelines.broker.sessions import Limits as Limits
@@ -88,6 +91,7 @@ COUNTERS = (
     "closed_unproven",
     "too_large",
     "given_up",
+    "requeued",
 )
 
 
@@ -99,6 +103,7 @@ class Core:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.sessions: dict[str, Session] = {}
         self.fault = ""
+        self.draining = False
         self._grace_s = now_s + limits.lease_s
         self._resuming = state.frames > 0  # sessions of an earlier life may still come back
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
@@ -110,9 +115,7 @@ class Core:
 
     def _derive(self) -> None:
         state = self.state
-        ready = state.in_state(READY)
-        runs = state.runs_of(state.unsuspected(ready))
-        self._absorb(Effects(runs=runs, pieces=state.suspect_pieces(ready)))
+        self._supply.begin()
         waiting = state.in_state(COMPUTED)
         done = np.where(
             state.index.done[waiting] < 0, np.iinfo(np.int32).max, state.index.done[waiting]
@@ -134,6 +137,7 @@ class Core:
 
     def _absorb(self, effects: Effects) -> None:
         self._supply.absorb(effects)
+        self._computed.forget(effects.risen)
         self._computed.append(effects.computed)
         self._stepping |= effects.lanes
 
@@ -153,6 +157,8 @@ class Core:
                 counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
+        elif isinstance(fact, Requeued):
+            counters["requeued"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
             self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
@@ -294,7 +300,7 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
-        self._roster.came(name, session.kind, session.engine)
+        self._roster.came(name, session.kind, session.engine, session.tenant)
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
@@ -335,6 +341,8 @@ class Core:
 
     @property
     def hold_reason(self) -> str:
+        if self.draining:
+            return "the broker drains: it leases nothing"
         computed = self.state.accounts.in_state(COMPUTED)
         if computed >= self.limits.computed_high_water:
             return f"{computed} computed tasks wait to be landed (high-water mark {self.limits.computed_high_water})"
@@ -352,7 +360,7 @@ class Core:
             # Asked before: a request that came late, or twice, must not lease what nobody would hear of.
             again = call == session.call and session.last_lease in self.state.leases
             return [], self._supply.again(session.last_lease) if again else None
-        session.call = call
+        before, session.call = session.call, call
         session.held_back = ""
         if budget.sequences < 1 or budget.tokens < 1 or self.hold_reason:
             return [], None
@@ -368,8 +376,11 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            if self._supply.withheld:
+                session.call = before  # it may be asked again: its rows are on their way
             return [], None
         self._account(session, grant)
+        self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
 
     def _holds_suspects(self, leases: Iterable[int]) -> bool:
@@ -385,15 +396,15 @@ class Core:
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
-        lengths = self.state.index.prompt[grant.tasks]
-        tokens, counters = int(lengths.sum()), self.counters
+        tokens, counters = grant.tokens, self.counters
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         counters["offered_tokens"] += tokens
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:
-            counters["padded_tokens"] += int(lengths.max()) * len(lengths) - tokens
+            longest = int(self.state.index.prompt[grant.tasks].max())
+            counters["padded_tokens"] += longest * len(grant.tasks) - tokens
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)
@@ -406,7 +417,7 @@ class Core:
             retry_after_s=HOLD_RETRY_S if hold else 0.0,
             deadline_us=wall_us + round(self.limits.lease_s * 1e6),
             leased=sum(self.state.leases[at].open for at in leases),
-            ready=self._supply.ready_for(session.engine, refuser),
+            ready=self._supply.ready_for(session.engine, refuser, session.tenant),
         )
 
     def forgive(self, seconds: float) -> None:
@@ -483,10 +494,14 @@ class Core:
         session = self.sessions.get(name)
         if session is None:
             return ""
-        others = self._roster.known(session.engine) - {session.kind}
-        reasons = batch.column("finish_reason")
+        kind, engine = session.kind, session.engine
         passed = pass_on(
-            self.state, tasks, verdicts, reasons, others=others, anybody=self._resuming
+            self.state,
+            tasks,
+            verdicts,
+            batch.column("finish_reason"),
+            others=lambda tenant: self._roster.known(engine, tenant) - {kind},
+            anybody=self._resuming,
         )
         return session.kind if passed else ""
 
@@ -564,23 +579,31 @@ class Core:
         self._computed.release(name)
 
     def settle(
-        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+        self,
+        task_ids: npt.NDArray[np.int64],
+        confirmation: Confirmation,
+        *,
+        dead: bool,
+        requeues: npt.NDArray[np.uint8] | None = None,
     ) -> tuple[list[Fact], int]:
-        """Retire, or bury as dead letters, what the sink has confirmed. Repeats are counted and change nothing."""
+        """Retire, or bury as dead letters, what the sink has confirmed; a sink may refuse even what was computed
+        well. Repeats are counted and change nothing, and so is the burial of an outcome from before a task was
+        requeued (`requeues`: as they were pulled; none: 0)."""
         if not dead and confirmation.kind == "dead_letter":
             raise UsageError("a dead letter's confirmation retires nothing: call dead")
         tasks, known = self._sequences(task_ids)
         if not known.all():
             at = int(task_ids[int(np.argmin(known))])
             raise UsageError(f"task {at} is not of this journal: nothing was retired")
+        if dead and self.state.requeues:
+            tasks = tasks[~earlier_rounds(self.state, tasks, requeues)]
         tasks = np.sort(tasks)
         if has_repeats(tasks):
             tasks = np.unique(tasks)
         index = self.state.index
         states = index.state[tasks]
         settled = (states == RETIRED) | (states == DEAD)
-        terminal = index.verdict[tasks] != Verdict.OK
-        right = (states == COMPUTED) & (terminal == dead)
+        right = (states == COMPUTED) & (dead | (index.verdict[tasks] == Verdict.OK))
         wrong = ~settled & ~right
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -594,6 +617,21 @@ class Core:
         if not len(fresh):
             return [], 0
         return [Settled(dead, fresh, confirmation.kind, confirmation.proof)], len(fresh)
+
+    def requeue(
+        self, task_ids: npt.NDArray[np.int64], reason: str, first_lsn: int
+    ) -> tuple[list[Fact], RequeueReply]:
+        """Dead tasks become ready, as far as their rows are still in a log that begins at `first_lsn`."""
+        tasks, known = self._sequences(task_ids)
+        return requeued(self.state, np.unique(tasks[known]), int((~known).sum()), reason, first_lsn)
+
+    def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
+        tasks, known = self._sequences(task_ids)
+        found = self.state.index.state[tasks].tolist()
+        return [
+            STATE_NAMES[state] if mine else "unknown"
+            for state, mine in zip(found, known.tolist(), strict=True)
+        ]
 
     # -- lanes
 
@@ -619,6 +657,15 @@ class Core:
         return Step.DRAINING if left else Step.RETIRED
 
     # -- audits
+
+    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
+        self._supply.near = near
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the last lease passed lanes over whose next rows are away."""
+        return bool(self._supply.withheld)
 
     def stranded(self) -> list[str]:
         return self._supply.stranded()

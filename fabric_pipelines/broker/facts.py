@@ -43,6 +43,8 @@ class Kind(IntEnum):
     MOVE = 15
     MOVE_COMPUTED = 16
     GIVE_UP = 17
+    UPLOADED = 18
+    REQUEUE = 19
 
 
 class Verdict(IntEnum):
@@ -179,6 +181,17 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeued:
+    """Dead tasks that somebody wants tried again, as if they had just arrived; `reason` is that person's."""
+
+    reason: str
+    tasks: Sequences
+
+    def encode(self) -> list[Piece]:
+        return pack({"reason": self.reason}, [as_part(self.tasks)])
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """Retired (`dead` False) or dead, with the sink's confirmation."""
 
@@ -225,6 +238,29 @@ class Dropped:
 
     def encode(self) -> list[Piece]:
         return pack({"below": self.below, "base": self.base, "digest": self.digest})
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """The sealed segment of that epoch is in the cold tier: an object of `size` bytes with that CRC32C was read
+    back. Its local file may go once this fact is durable."""
+
+    epoch: int
+    first_lsn: int
+    last_lsn: int
+    size: int
+    crc32c: int
+
+    def encode(self) -> list[Piece]:
+        return pack(
+            {
+                "epoch": self.epoch,
+                "first_lsn": self.first_lsn,
+                "last_lsn": self.last_lsn,
+                "size": self.size,
+                "crc32c": self.crc32c,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +322,7 @@ Fact = (
     | Computed
     | Returned
     | GivenUp
+    | Requeued
     | Settled
     | Started
     | LanesStepped
@@ -293,6 +330,7 @@ Fact = (
     | Dropped
     | Moved
     | MovedComputed
+    | Uploaded
 )
 
 
@@ -373,6 +411,8 @@ _KINDS: Mapping[type, Kind] = {
     Moved: Kind.MOVE,
     MovedComputed: Kind.MOVE_COMPUTED,
     GivenUp: Kind.GIVE_UP,
+    Uploaded: Kind.UPLOADED,
+    Requeued: Kind.REQUEUE,
 }
 _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     Kind.SUBMISSION: lambda head, _: SubmissionOpened(Submission.from_json(head["header"])),
@@ -394,4 +434,6 @@ _DECODERS: Mapping[Kind, Callable[[dict[str, Any], list[memoryview]], Fact]] = {
     ),
     Kind.MOVE_COMPUTED: lambda _, parts: MovedComputed(_sequences(parts[0]), parts[1]),
     Kind.GIVE_UP: lambda head, parts: GivenUp(tasks=_sequences(parts[0]), **head),
+    Kind.UPLOADED: lambda head, _: Uploaded(**head),
+    Kind.REQUEUE: lambda head, parts: Requeued(tasks=_sequences(parts[0]), **head),
 }

@@ -191,6 +191,17 @@ class TaskIndex:
         end = int(bases[batch + 1]) if batch + 1 < len(bases) else self.count
         return np.arange(bases[batch], end, dtype=np.int64)
 
+    def present(self, tasks: npt.NDArray[np.int64], first_lsn: int) -> npt.NDArray[np.bool_]:
+        """Whether the row of each task can still be read from a log that begins there."""
+        lsns = self.frames.view[np.searchsorted(self.base.view, tasks, side="right") - 1]
+        found = lsns >= first_lsn
+        for lsn in np.unique(lsns).tolist() if self.moved else ():
+            held = self.moved.get(lsn)
+            if held is not None:
+                mine = lsns == lsn
+                found[mine] &= np.isin(tasks[mine], held)
+        return found
+
     def holds_whole(self, batches: list[int], first_lsn: int) -> bool:
         """Whether every row of these batches, live or not, can still be read from a log that begins there."""
         for batch in batches:

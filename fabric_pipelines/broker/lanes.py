@@ -60,9 +60,12 @@ class Lane:
     producers: set[int] = field(default_factory=set)
     order: PrefixOrder = field(init=False)  # see State.add_lane
     waiting: bool = False  # is in a heap of its engine
+    away: bool = False  # its next rows are in the cold tier: passed over while a lease is cut
 
     @property
     def ready(self) -> int:
+        if self.away:
+            return 0
         return int(self.accounts.tasks[READY + 1, self.index])
 
     @property

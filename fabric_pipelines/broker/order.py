@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from fabric_pipelines.broker.unsorted import KeysOf, Numbers, Unsorted
 
 Keys = npt.NDArray[np.uint64]
 Sequences = npt.NDArray[np.int64]
@@ -31,9 +32,6 @@ SLICE = 1 << 16
 SAMPLES = 64  # keys looked at per run to find the middle of an arc
 NOTHING: Sequences = np.zeros(0, np.int64)
 NO_NUMBERS = np.zeros(0, np.uint32)
-
-Numbers = npt.NDArray[Any]  # sequence numbers, uint32 as long as they fit
-KeysOf = Callable[[Any], Any]  # keys of tasks, or the key of one
 
 
 class _Run:
@@ -72,7 +70,8 @@ def _merged(runs: list[_Run], keys_of: KeysOf) -> _Run:
 @dataclass(slots=True)
 class _Arc:
     """A stretch of the order from key `low` up to the next arc's. `slice` goes out next, as it lies; `lap` are
-    sorted runs of keys at or above `cursor`, `next_lap` of keys below it."""
+    sorted runs of keys at or above `cursor`, `next_lap` of keys below it. `unsorted`, by ascending keys, belongs
+    to the lap."""
 
     keys_of: KeysOf
     low: int = 0
@@ -81,13 +80,24 @@ class _Arc:
     lap: list[_Run] = field(default_factory=list)
     next_lap: list[_Run] = field(default_factory=list)
     cursor: int = 0
+    unsorted: list[Unsorted] = field(default_factory=list)
 
     @property
     def runs(self) -> list[_Run]:
         return [self.slice, *self.lap, *self.next_lap]
 
+    @property
+    def goes_on(self) -> bool:
+        """Something lies behind the slice."""
+        return bool(self.lap or self.next_lap or self.unsorted)
+
     def __len__(self) -> int:
-        return sum(map(len, self.runs))
+        return sum(map(len, self.runs)) + sum(map(len, self.unsorted))
+
+    def tasks(self) -> Numbers:
+        """All that is in here, in no order."""
+        parts = [part for piece in self.unsorted for part in piece.parts]
+        return np.concatenate([_joined(self.runs), *parts])
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
         behind, numbers = int(np.searchsorted(keys, np.uint64(self.cursor))), _packed(tasks)
@@ -101,6 +111,7 @@ class _Arc:
         and everything left has a key at or above the cut. Equal keys stay behind in the other runs, or one
         lane of short prompts (all keys 0) would be sorted at once.
         """
+        bound = self._sort_some()
         if not self.lap:
             self.lap, self.next_lap, self.cursor = self.next_lap, [], self.low
         if not self.lap:
@@ -109,10 +120,17 @@ class _Arc:
         upto = [min(run.at + share, len(run.tasks)) for run in self.lap]
         lasts = [run.tasks[end - 1] for run, end in zip(self.lap, upto, strict=True)]
         cut, chosen = min((int(self.keys_of(last)), i) for i, last in enumerate(lasts))
+        until = cut
+        if bound is not None and bound < cut:
+            cut, until, chosen = (
+                bound,
+                bound + 1,
+                -1,
+            )  # what is not sorted yet has no key below the bound
         parts = []
         for i, (run, end) in enumerate(zip(self.lap, upto, strict=True)):
             if i != chosen:
-                end = run.first_from(cut, end, self.keys_of)
+                end = run.first_from(until, end, self.keys_of)
             if end > run.at:
                 parts.append(_Run(run.tasks[run.at : end]))
                 run.at = end
@@ -120,10 +138,21 @@ class _Arc:
         self.cursor = cut
         self.slice = _Run(_joined([self.slice, _merged(parts, self.keys_of)]))
 
+    def _sort_some(self) -> int | None:
+        """Sorted runs hold the smallest keys of the lap on return; up to which key, None for all of them."""
+        while self.unsorted:
+            low = self.unsorted[0].low
+            if any(int(self.keys_of(run.tasks[run.at])) <= low for run in self.lap):
+                return low
+            piece, *others = self.unsorted.pop(0).smallest(self.keys_of, RUN_MAX)
+            self.unsorted = [*others, *self.unsorted]
+            self.lap.append(_Run(piece.sorted(self.keys_of)))
+        return None
+
     def split(self) -> _Arc:
         """Give the later half away: by key, so that no prefix group is torn more than once; by count where
         all keys are one."""
-        key = _middle(self.runs, self.keys_of)
+        key = _middle(self.runs, self.unsorted, self.keys_of)
         kept, taken = _Arc(self.keys_of), _Arc(self.keys_of, key, cursor=max(key, self.cursor))
         tasks = self.slice.left()
         low = self.keys_of(tasks) < np.uint64(key)
@@ -132,10 +161,13 @@ class _Arc:
             for run in getattr(self, name):
                 at = run.first_from(key, len(run.tasks), self.keys_of)
                 _cut(run, at, getattr(kept, name), getattr(taken, name))
+        for piece in self.unsorted:
+            _share_out(piece.parted(self.keys_of, key), kept, taken)
         if not len(kept) or not len(taken):
             kept, taken = self._split_by_count(key)
         assert len(kept) + len(taken) == len(self)
         self.slice, self.lap, self.next_lap = kept.slice, kept.lap, kept.next_lap
+        self.unsorted = kept.unsorted
         return taken
 
     def _split_by_count(self, key: int) -> tuple[_Arc, _Arc]:
@@ -146,6 +178,8 @@ class _Arc:
         for name in ("lap", "next_lap"):
             for run in getattr(self, name):
                 _cut(run, run.at + len(run) // 2, getattr(kept, name), getattr(taken, name))
+        for piece in self.unsorted:
+            _share_out(piece.cut(len(piece) // 2), kept, taken)
         return kept, taken
 
 
@@ -156,7 +190,13 @@ def _cut(run: _Run, at: int, before: list[_Run], behind: list[_Run]) -> None:
             side.append(_Run(run.tasks[part]))
 
 
-def _middle(runs: list[_Run], keys_of: KeysOf) -> int:
+def _share_out(halves: tuple[Unsorted, Unsorted], kept: _Arc, taken: _Arc) -> None:
+    for half, arc in zip(halves, (kept, taken), strict=True):
+        if len(half):
+            arc.unsorted.append(half)
+
+
+def _middle(runs: list[_Run], unsorted: list[Unsorted], keys_of: KeysOf) -> int:
     """A key with about half of what the runs hold below it: exact to 1 / SAMPLES of each run."""
     keys, weights = [], []
     for run in runs:
@@ -165,6 +205,9 @@ def _middle(runs: list[_Run], keys_of: KeysOf) -> int:
             picked = np.linspace(run.at, last, min(len(run), SAMPLES)).astype(np.int64)
             keys.append(keys_of(run.tasks[picked]))
             weights.append(np.full(len(picked), len(run) / len(picked)))
+    for piece in unsorted:
+        keys.append(piece.sample(keys_of))
+        weights.append(np.full(len(keys[-1]), len(piece) / len(keys[-1])))
     sample, weight = np.concatenate(keys), np.concatenate(weights)
     by_key = np.argsort(sample, kind="stable")
     below = np.cumsum(weight[by_key])
@@ -192,6 +235,13 @@ class PrefixOrder:
             if end > begin:
                 arc.add(keys[begin:end], tasks[begin:end])
 
+    def add_unsorted(self, parts: list[Sequences]) -> None:
+        """A whole backlog in no order, before anything else was added."""
+        assert not any(map(len, self._arcs)), "an unsorted backlog is what an order begins with"
+        whole = Unsorted([_packed(part) for part in parts])
+        if len(whole):
+            self._arcs[0].unsorted = whole.smallest(self._keys_of, RUN_MAX)
+
     def add_front(self, tasks: Sequences) -> None:
         """A piece to be handed out before anything else, by itself."""
         if len(tasks):
@@ -203,7 +253,7 @@ class PrefixOrder:
         if front and self._front:
             return self._front[0][:limit]
         arc = self._arc_of(who)
-        while len(arc.slice) < limit and (arc.lap or arc.next_lap):
+        while len(arc.slice) < limit and arc.goes_on:
             arc.extend_slice()
         if len(arc.slice) < limit and len(self._arcs) > 1:
             arc = self._take_more(arc)
@@ -229,10 +279,12 @@ class PrefixOrder:
                 run.tasks, run.at = held[~np.isin(held, tasks)], 0
             arc.lap = [run for run in arc.lap if len(run)]
             arc.next_lap = [run for run in arc.next_lap if len(run)]
+            kept = (piece.without(tasks) for piece in arc.unsorted)
+            arc.unsorted = [piece for piece in kept if len(piece)]
 
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
         """Everything but the front in another order, as one arc."""
-        tasks = _joined([run for arc in self._arcs for run in arc.runs])
+        tasks = np.concatenate([arc.tasks() for arc in self._arcs])
         by_key = np.argsort(keys_of(tasks), kind="stable")
         self._arcs = [_Arc(self._keys_of, slice=_Run(tasks[by_key]))]
         self.rearranged = True
@@ -254,8 +306,7 @@ class PrefixOrder:
 
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""
-        runs = [run for arc in self._arcs for run in arc.runs]
-        return np.concatenate([NOTHING, *self._front, _joined(runs)])
+        return np.concatenate([NOTHING, *self._front, *(arc.tasks() for arc in self._arcs)])
 
     @property
     def arcs(self) -> list[tuple[str | None, int]]:

@@ -8,7 +8,7 @@ is full refuses new tasks and nothing else; any other failure of the journal is 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ from fabric_pipelines.broker.replies import (
     BrokerStatus,
     ComputedReply,
     RenewReply,
+    RequeueReply,
     ScrubReport,
     SubmissionState,
     VerifyReport,
@@ -52,12 +53,15 @@ from fabric_pipelines.broker.replies import (
 )
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock, ForwardWall
 from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
+    ColdLost,
     CorruptionFound,
+    FabricError,
     StorageFailed,
     UsageError,
 )
@@ -68,10 +72,12 @@ from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Fingerprinter, Submission
+from fabric_pipelines.telemetry import TokenRate
 
 GROUP_BYTES = 8 << 20
 FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first two frames
 AUDIT_EVERY_S = 10.0
+RATE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ class Owner:
         checkpoints: Checkpoints | None = None,
         checkpoint_bytes: int = 256 << 20,
         background: Background = at_once,
+        water: Water | None = None,
+        cold_background: Background = at_once,
     ) -> None:
         """Newest checkpoint, then the tail of the journal. Whatever was leased in an earlier life is in doubt
         from here on. Without `checkpoints` the log is replayed whole and no space in it is ever freed."""
@@ -118,7 +126,8 @@ class Owner:
         self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
-        self.draining = False
+        self._rate = TokenRate(0)
+        self.tiering: Tiering | None = None
         self.fsyncs = 0
         self._group_bytes = 0
         self._audit_s = clock.monotonic_s()
@@ -136,6 +145,19 @@ class Owner:
                 background=background,
             )
             self.scrubbing = Scrubbing(journal, self.core, clock)
+            if journal.cold.store is not None:
+                self.tiering = Tiering(
+                    journal,
+                    self.core,
+                    self.payloads,
+                    self._log,
+                    self.commit,
+                    water=water or Water(),
+                    clock=clock,
+                    background=cold_background,
+                )
+                self.core.look_ahead(self.tiering.near)
+                self.upkeep.join(self.tiering)
         if restarted:
             self._log([Started(fabric_pipelines.__version__)])
             self.commit()
@@ -298,12 +320,12 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
-        kinds = list(state.classes)
+        total, kinds = state.total(), list(state.classes)
         return BrokerStatus(
             lanes=[
                 _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
             ],
-            total=state.total(),
+            total=total,
             counters={
                 **core.counters,
                 "computed_padded_tokens": state.computed_padded_tokens,
@@ -311,6 +333,7 @@ class Owner:
                 "clock_steps_back": self._wall.steps_back,
                 **(self.upkeep.counters if self.upkeep is not None else {}),
                 **(self.scrubbing.counters if self.scrubbing is not None else {}),
+                **(self.tiering.counters if self.tiering is not None else {}),
             },
             journal={
                 "journal_id": self.journal.journal_id,
@@ -318,8 +341,10 @@ class Owner:
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
+                **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
             },
+            progress=self._progress(total),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -339,13 +364,27 @@ class Owner:
             fault=core.fault,
         )
 
+    def _progress(self, total: Ledger) -> dict[str, Any]:
+        """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+        done, rate = total.retired.tokens + total.dead.tokens, self._rate.rate
+        left = total.enqueued.tokens - done
+        return {
+            "tokens_total": total.enqueued.tokens,
+            "tokens_done": done,
+            "tokens_per_s": rate,
+            "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+        }
+
     def verify(self) -> VerifyReport:
         """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
         agree."""
         self.commit()
         state = self.core.state
         base = self.upkeep.base if self.upkeep is not None else None
-        twin = rebuild_from_log(self.journal, self._checkpoints, base)
+        try:
+            twin = rebuild_from_log(self.journal, self._checkpoints, base)
+        except ColdLost as lost:  # only its own tasks wait for it: no reason to stop leasing
+            return VerifyReport(False, state.index.count, state.frames, [str(lost)])
         if isinstance(twin, str):
             differences = [twin]
         else:
@@ -370,15 +409,30 @@ class Owner:
             return ScrubReport(True, 0, 0, 0)
         return self.scrubbing.report()
 
+    def cold_scrub(self) -> list[Callable[[], ColdScrub]]:
+        """One call for each cold segment that reads all of it; they may run in any thread."""
+        return self.tiering.scrub_calls() if self.tiering is not None else []
+
+    def cold_scrubbed(self, found: Sequence[ColdScrub]) -> None:
+        """Name what they found."""
+        if self.tiering is not None and self.scrubbing is not None:
+            self.tiering.scrubbed(found, self.scrubbing)
+
     def finish(self) -> None:
-        """The end of this life: write down a checkpoint that is under way."""
+        """The end of this life: write down what is under way."""
         if self.upkeep is not None:
             self.upkeep.settle()
+        if self.tiering is not None:
+            self.tiering.settle()
         self.idle()
 
-    def drain(self) -> None:
+    def drain(self, *, undo: bool = False) -> None:
         """Take no new tasks from now on; what is here goes on."""
-        self.draining = True
+        self.core.draining = not undo
+
+    @property
+    def draining(self) -> bool:
+        return self.core.draining
 
     # -- producers
 
@@ -445,7 +499,9 @@ class Owner:
     def close_submission(self, submission_id: str) -> SubmissionState:
         record, index = self.core.known(submission_id), self.core.state.index
         self._require_written(index.frames.view[record.batches].tolist())
-        whole = index.holds_whole(record.batches, self.journal.first_lsn)
+        whole = index.holds_whole(record.batches, self.journal.first_lsn) and (
+            self.tiering is None or self.tiering.all_near(record.batches)
+        )
         stored = self.payloads.batches(record.batches) if whole else None
         facts = self.core.close(submission_id, stored)
         self._log(facts)
@@ -472,7 +528,11 @@ class Owner:
     def _require_room(self, tenant: str) -> None:
         self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
-            raise Backpressure("the broker drains: it takes no new tasks", retry_after_s=30.0)
+            raise Backpressure(
+                "the broker drains: it takes no new tasks until it restarts, or until "
+                "`fabric broker drain --undo`",
+                retry_after_s=30.0,
+            )
         used, mark = self.journal.bytes_used, self.journal_high_water
         if used >= mark:
             raise Backpressure(
@@ -512,7 +572,11 @@ class Owner:
         facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
         self._log(facts)
         if grant is None:
+            if self.tiering is not None and self.core.withheld:
+                raise self.tiering.why()
             return None, self.core.why_held(name)
+        if self.tiering is not None and self.tiering.near(grant.tasks) < len(grant.tasks):
+            raise self.tiering.why()  # an old lease asked for again: its rows are on their way
         frames, _ = self.core.state.index.locate(grant.tasks)
         self._require_written([int(frames.max())])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
@@ -540,6 +604,10 @@ class Owner:
         """Time passed: expire what is due, and look now and then whether the accounts still hold."""
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
+        if now_s - (self._rate.seen_s or 0.0) >= RATE_EVERY_S:
+            total = self.core.state.total()
+            self._rate.total = total.enqueued.tokens
+            self._rate.update(total.retired.tokens + total.dead.tokens, now_s)
         self._keep_up()
         if now_s - self._audit_s >= AUDIT_EVERY_S and not self.core.fault:
             self._audit_s = now_s
@@ -552,6 +620,8 @@ class Owner:
         try:
             self.upkeep.tick()
             self.scrubbing.tick()
+            if self.tiering is not None:
+                self.tiering.tick()
         except StorageFailed as fault:
             raise Fatal(str(fault)) from fault
 
@@ -562,18 +632,40 @@ class Owner:
         if not len(tasks):
             return None
         self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
-        return self.payloads.pulled(tasks)
+        try:
+            return self.payloads.pulled(tasks)
+        except FabricError:
+            self.core.release_pulled(name)  # rows of a dead letter lie in a store that is away
+            raise
 
     def release_pulled(self, name: str) -> None:
         self.core.release_pulled(name)
 
     def settle(
-        self, task_ids: npt.NDArray[np.int64], confirmation: Confirmation, *, dead: bool
+        self,
+        task_ids: npt.NDArray[np.int64],
+        confirmation: Confirmation,
+        *,
+        dead: bool,
+        requeues: npt.NDArray[np.uint8] | None = None,
     ) -> int:
-        facts, count = self.core.settle(task_ids, confirmation, dead=dead)
+        facts, count = self.core.settle(task_ids, confirmation, dead=dead, requeues=requeues)
         self._log(facts)
         self._log(self.core.lane_steps())
         return count
+
+    # -- dead letters
+
+    def requeue(self, task_ids: npt.NDArray[np.int64], reason: str) -> RequeueReply:
+        """Dead tasks are ready again. Idempotent: what is not dead any more is counted and left alone."""
+        facts, reply = self.core.requeue(task_ids, reason, self.journal.first_lsn)
+        self._log(facts)
+        self._log(self.core.lane_steps())
+        return reply
+
+    def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
+        """The state of each task by name; "unknown" if it is not of this journal."""
+        return self.core.states(task_ids)
 
 
 def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fabric_pipelines.broker.state import State
 from fabric_pipelines.broker.supply import Grant
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc, whole
-from fabric_pipelines.records.completion import PULLED_SCHEMA, clip_error_text
+from fabric_pipelines.records.completion import COMPLETION_SCHEMA, PULLED_SCHEMA, clip_error_text
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 
 Sequences = npt.NDArray[np.int64]
@@ -86,7 +86,8 @@ class Payloads:
         names = pa.array([header.submission_id for header in headers], pa.string())
         which = pa.array(which)
         return pa.RecordBatch.from_arrays(
-            [functions.take(which), names.take(which), *rows.columns], schema=PULLED_SCHEMA
+            [functions.take(which), names.take(which), self._requeues(tasks), *rows.columns],
+            schema=PULLED_SCHEMA,
         )
 
     def batches(self, ordinals: list[int]) -> Iterator[pa.RecordBatch]:
@@ -110,9 +111,17 @@ class Payloads:
         lsns = index.done_frames.view[index.done[tasks]]
         return self._gather(lsns, index.done_row[tasks].astype(np.int64))
 
+    def holds(self, lsn: int) -> bool:
+        """Whether that frame's batch is in memory."""
+        return lsn in self._cache
+
     def forget_below(self, lsn: int) -> None:
         """Those frames are about to be recycled: let go of every view of them."""
-        for old in [at for at in self._cache if at < lsn]:
+        self.forget_between(0, lsn - 1)
+
+    def forget_between(self, first_lsn: int, last_lsn: int) -> None:
+        """The file under those frames is about to go: let go of every view of it."""
+        for old in [at for at in self._cache if first_lsn <= at <= last_lsn]:
             _, size = self._cache.pop(old)
             self._memories.pop(old, None)
             self._cached_bytes -= size
@@ -122,6 +131,12 @@ class Payloads:
         counted = self._state.index.attempts[tasks]
         at = rows.schema.get_field_index("attempts")
         return rows.set_column(at, rows.schema.field(at), pa.array(counted))
+
+    def _requeues(self, tasks: Sequences) -> pa.Array:
+        counted = self._state.requeues
+        if not counted:
+            return pa.array(np.zeros(len(tasks), np.uint8))
+        return pa.array([min(counted.get(task, 0), 255) for task in tasks.tolist()], pa.uint8())
 
     def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
         """Tasks whose last attempt nobody reported: the broker itself says why they are dead."""
@@ -147,9 +162,7 @@ class Payloads:
             "t_end_us": np.zeros(count, np.int64),
             "metadata": given.column("metadata"),
         }
-        fields = [
-            field for field in PULLED_SCHEMA if field.name not in ("function", "submission_id")
-        ]
+        fields = [field for field in COMPLETION_SCHEMA]
         arrays = [
             pa.nulls(count, field.type)
             if field.name not in columns

@@ -48,6 +48,11 @@ class ComputedQueue:
         self._places[session] = self._first + at
         return np.concatenate(parts)
 
+    def forget(self, tasks: Sequences) -> None:
+        """These are no longer computed, and may come again with another outcome: once, not from two places."""
+        if len(tasks):
+            self._batches = deque(batch[~np.isin(batch, tasks)] for batch in self._batches)
+
     def release(self, session: str) -> None:
         """The session starts again at the oldest."""
         self._places.pop(session, None)

@@ -22,7 +22,7 @@ RETRY_S = 5.0
 
 def held_bytes(state: State, log: Log) -> dict[str, int]:
     """Bytes of the log that tasks without an outcome hold, by tenant."""
-    index, need = state.index, needed(state, pin_open=False)
+    index, need = state.index, needed(state, log.first_lsn, pin_open=False, pin_dead=False)
     frames = index.frames.view
     rows = np.diff(index.base.view, append=index.count)
     for lsn, moved in index.moved.items():

@@ -17,7 +17,7 @@ from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Kind, decode
 from fabric_pipelines.broker.state import State
-from fabric_pipelines.errors import BalanceBroken, CorruptionFound
+from fabric_pipelines.errors import BalanceBroken, ColdLost, CorruptionFound, StoreUnreachable
 from fabric_pipelines.journal import Frame
 
 
@@ -81,12 +81,18 @@ def restore(journal: Log, checkpoints: Checkpoints | None) -> Restored:
     know is none. CorruptionFound if the log no longer begins at its beginning and what stands for the
     missing part is damaged.
     """
-    taken = [_fact(journal, lsn, CheckpointTaken) for lsn in journal.lsns_of(Kind.CHECKPOINT)]
+    taken = journal.lsns_of(Kind.CHECKPOINT) if checkpoints is not None else []
     base = base_of(journal)
     ignored: list[str] = []
     newest = older = None
     state, from_lsn = State(journal.incarnation), 1
-    for fact in reversed(taken if checkpoints is not None else []):
+    for at in reversed(taken):
+        try:
+            fact = _fact(journal, at, CheckpointTaken)
+        except (StoreUnreachable, ColdLost):
+            if newest is None:
+                raise
+            break  # only a spare one is missed
         if fact.lsn < journal.first_lsn - 1 or fact.lsn > journal.durable_lsn:
             continue
         if newest is not None:

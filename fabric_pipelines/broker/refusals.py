@@ -7,7 +7,7 @@ waits there for another one; it dies of its last refusal when none is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,11 @@ def pass_on(
     verdicts: npt.NDArray[np.uint8],
     finish_reasons: pa.Array,
     *,
-    others: Iterable[str],
+    others: Callable[[str], set[str]],
     anybody: bool,
 ) -> bool:
-    """REFUSED becomes TOO_LARGE in `verdicts` where one of the `others` (classes) may still take the task, or
-    `anybody` might (it is not yet known who is there). Whether any did."""
+    """REFUSED becomes TOO_LARGE in `verdicts` where one of the `others` (classes, by tenant) may still take the task,
+    or `anybody` might (it is not yet known who is there). Whether any did."""
     refused = np.flatnonzero(verdicts == Verdict.REFUSED)
     if not len(refused):
         return False
@@ -41,16 +41,17 @@ def pass_on(
     large = refused[pc.equal(reasons, OVERSIZED).to_numpy(zero_copy_only=False)]
     lanes = state.index.lane[tasks[large]]
     for at in distinct(lanes).tolist():
-        if anybody or is_open(state.lanes[at].key.refused_by, others, state.classes):
+        key = state.lanes[at].key
+        if anybody or is_open(key.refused_by, others(key.tenant), state.classes):
             verdicts[large[lanes == at]] = Verdict.TOO_LARGE
     return bool((verdicts == Verdict.TOO_LARGE).any())
 
 
-def given_up(state: State, known: Callable[[str], set[str]]) -> list[GivenUp]:
-    """What every class that is `known` for its engine found too large. Nobody known: it waits."""
+def given_up(state: State, known: Callable[[str, str], set[str]]) -> list[GivenUp]:
+    """What every class that is `known` for its engine and tenant found too large. Nobody known: it waits."""
     facts = []
     for lane in state.refused:
-        classes = known(lane.key.engine) if lane.ready else set()
+        classes = known(lane.key.engine, lane.key.tenant) if lane.ready else set()
         if classes and not is_open(lane.key.refused_by, classes, state.classes):
             ready = state.in_state(READY)
             mine = ready[state.index.lane[ready] == lane.index]

@@ -113,9 +113,29 @@ class ComputedReply:
 
 
 @dataclass(frozen=True, slots=True)
+class RequeueReply:
+    """Tasks. requeued: ready again. not_dead: were not dead (any more). gone: dead, but their prompts had to make
+    room; submit them again. unknown: not of this journal."""
+
+    requeued: int = 0
+    not_dead: int = 0
+    gone: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: RequeueReply) -> RequeueReply:
+        return RequeueReply(
+            *(
+                getattr(self, name) + getattr(other, name)
+                for name in RequeueReply.__dataclass_fields__
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerStatus:
     """lanes: list of {"lane", "step", "generation", "refused_by", **Ledger.as_json()}; `refused_by` names the classes
-    of consumers that found the lane's tasks too large."""
+    of consumers that found the lane's tasks too large. progress: tokens_total, tokens_done, tokens_per_s, eta_s (None
+    while nothing moves); empty for a tenant."""
 
     lanes: list[dict[str, Any]]
     total: Ledger
@@ -126,6 +146,7 @@ class BrokerStatus:
     hold: bool
     draining: bool
     fault: str
+    progress: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fabric_pipelines.broker.fields import shown
 from fabric_pipelines.errors import WrongRole, WrongTenant
@@ -38,6 +39,8 @@ ROLES: Mapping[str, frozenset[str]] = {
     "verify": frozenset({ADMIN}),
     "scrub": frozenset({ADMIN}),
     "drain": frozenset({ADMIN}),
+    "states": frozenset({ADMIN}),
+    "requeue": frozenset({ADMIN}),
     "submit": frozenset({PRODUCER}),
     "close": frozenset({PRODUCER, ADMIN}),
     "attach": frozenset({CONSUMER}),
@@ -78,6 +81,7 @@ def declared(role: object) -> Identity:
     return Identity(EVERY_TENANT, frozenset({known}), f"role {role!r}")
 
 
+@lru_cache(maxsize=1024)
 def certified(peer_identity: bytes) -> Identity:
     """The caller that a verified certificate names. WrongRole for a name of another form."""
     name = peer_identity.decode("utf-8", "replace")

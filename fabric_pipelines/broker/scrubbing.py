@@ -14,7 +14,7 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.replies import DamagedFrame, ScrubReport
 from fabric_pipelines.broker.space import Sequences
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.journal import Damage, Journal
+from fabric_pipelines.journal import Damage, Journal, ScrubSlice
 
 SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
@@ -38,13 +38,23 @@ class Scrubbing:
     def slice(self, budget_bytes: int) -> bool:
         """Look at about so many bytes more; whether that ended a round."""
         found = self._journal.scrub(budget_bytes)
+        self.counters["scrub_rounds"] += found.round_ended
+        self.note(found)
+        return found.round_ended
+
+    def note(self, found: ScrubSlice, *, cold: bool = False) -> None:
+        """Count what was looked at and name what is damaged."""
         self.counters["scrubbed_bytes"] += found.bytes
         self.counters["scrubbed_frames"] += found.frames
-        self.counters["scrub_rounds"] += found.round_ended
         for damage in found.damaged:
             if damage.lsn not in self.damaged:
-                self._name(damage)
-        return found.round_ended
+                self._name(damage, cold=cold)
+
+    def forget(self, first_lsn: int, last_lsn: int) -> None:
+        """Those frames were damaged and are whole again: an object was restored."""
+        self.damaged = {
+            lsn: frame for lsn, frame in self.damaged.items() if not first_lsn <= lsn <= last_lsn
+        }
 
     def report(self) -> ScrubReport:
         """What is known to be damaged in the segments that are still held."""
@@ -58,13 +68,14 @@ class Scrubbing:
             damaged=held,
         )
 
-    def _name(self, damage: Damage) -> None:
+    def _name(self, damage: Damage, *, cold: bool) -> None:
+        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
         tasks, live = self._tasks_at(damage.lsn)
         ids = spans_of(self._core.state.task_ids(tasks))
         self.damaged[damage.lsn] = frame = DamagedFrame(
             damage.segment, damage.offset, damage.lsn, len(tasks), live, ids
         )
-        if live and not self._core.fault:
+        if live and not cold and not self._core.fault:
             self._core.fault = (
                 f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
                 f"{ids} cannot be read; leasing has stopped, restore the file from a copy and restart"
@@ -73,7 +84,7 @@ class Scrubbing:
     def _tasks_at(self, lsn: int) -> tuple[Sequences, int]:
         """The tasks whose row or outcome lies in that frame, and how many of them still need it."""
         state, index = self._core.state, self._core.state.index
-        need = space.needed(state)
+        need = space.needed(state, self._journal.first_lsn, pin_dead=False)
         moved = index.moved.get(lsn)
         if moved is not None:
             return moved, int(need.tasks[moved].sum())

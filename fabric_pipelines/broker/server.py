@@ -98,6 +98,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "release": self._release,
             "settle": self._settle,
             "drain": self._drain,
+            "states": self._states,
+            "requeue": self._requeue,
         }
         if credentials is None:
             super().__init__(endpoint)
@@ -171,11 +173,24 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
         ).result():
             pass
+        calls = self._desk.ask(lambda owner: owner.cold_scrub(), Rank.QUESTION).result()
+        found = [call() for call in calls]  # here, so that the store keeps nobody else waiting
+        self._desk.ask(lambda owner: owner.cold_scrubbed(found), Rank.QUESTION).result()
         return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
 
     def _drain(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        self._desk.ask(lambda owner: owner.drain(), Rank.QUESTION).result()
+        undo = fields.flag(head, "undo", default=False)
+        self._desk.ask(lambda owner: owner.drain(undo=undo), Rank.QUESTION).result()
         return {}, ()
+
+    def _states(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        ids = _ids(parts[0])
+        found = self._desk.ask(lambda owner: owner.states(ids), Rank.QUESTION).result()
+        return {"states": found}, ()
+
+    def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)
+        return self._ask(lambda owner: owner.requeue(ids, reason), Rank.ENQUEUE)
 
     def _submission(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         submission_id = fields.text(head, "submission_id")
@@ -278,8 +293,12 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, dead = _ids(parts[0]), fields.flag(head, "dead")
         confirmation = Confirmation(fields.text(head, "kind"), fields.mapping(head, "proof"))
+        requeues = np.frombuffer(parts[1], np.uint8) if len(parts) > 1 else None
+        if requeues is not None and len(requeues) != len(ids):
+            raise UsageError(f"{len(ids)} task ids came with {len(requeues)} requeue counts")
         count = self._desk.ask(
-            lambda owner: owner.settle(ids, confirmation, dead=dead), Rank.ACKNOWLEDGE
+            lambda owner: owner.settle(ids, confirmation, dead=dead, requeues=requeues),
+            Rank.ACKNOWLEDGE,
         ).result()
         return {"count": count}, ()
 

@@ -8,13 +8,15 @@ only. Derived structures (lane orders, the queue of computed tasks) are left out
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import OpenLease, State, SubmissionRecord
@@ -33,7 +35,14 @@ class Snapshot:
     """`head`: canonical JSON; `columns` by name, in a fixed order."""
 
     head: bytes
-    columns: dict[str, Column]
+    columns: Mapping[str, Column]
+
+    def drained(self) -> Iterator[tuple[str, Column]]:
+        """Each column, which is forgotten before the next one: a snapshot that was taken is half of an index."""
+        assert isinstance(self.columns, dict)
+        while self.columns:
+            name = next(iter(self.columns))
+            yield name, self.columns.pop(name)
 
     @property
     def size(self) -> int:
@@ -52,7 +61,8 @@ class Snapshot:
 def take(state: State) -> Snapshot:
     index, accounts = state.index, state.accounts
     columns: dict[str, Column] = {}
-    for name in FACTS:
+    # copies first: they are let go before the large columns that never change are packed
+    for name in sorted(FACTS, key=lambda name: name in WRITTEN_ONCE):
         rows = getattr(index, name)[: index.count]
         columns[name] = rows if name in WRITTEN_ONCE else rows.copy()
     for name in ("base", "frames", "done_frames"):
@@ -75,7 +85,11 @@ def take(state: State) -> Snapshot:
 
 def _head(state: State) -> bytes:
     # what is empty in nearly every journal is left out, as it was before it existed
-    rare = {"classes": list(state.classes), "suspects": sorted(state.suspects.items())}
+    rare = {
+        "classes": list(state.classes),
+        "suspects": sorted(state.suspects.items()),
+        "requeues": sorted(state.requeues.items()),
+    }
     return canonical_json(
         {name: value for name, value in rare.items() if value}
         | {
@@ -87,6 +101,7 @@ def _head(state: State) -> bytes:
             "sessions": list(state.sessions),
             "engines": list(state.engines),
             "leases": [lease.session for lease in state.leases.values()],
+            **_cold(state),
             "reasons": [[task, *reason] for task, reason in sorted(state.reasons.items())],
             "lanes": [
                 {
@@ -113,6 +128,11 @@ def _head(state: State) -> bytes:
     )
 
 
+def _cold(state: State) -> dict[str, Any]:
+    """Left out where nothing is cold, as in heads from before there was a cold tier."""
+    return {"cold": [astuple(state.cold[at]) for at in sorted(state.cold)]} if state.cold else {}
+
+
 def restore(snapshot: Snapshot) -> State:
     """The state that `take` was given. KeyError, ValueError or TypeError for what is no snapshot."""
     head, columns = json.loads(snapshot.head), snapshot.columns
@@ -123,9 +143,11 @@ def restore(snapshot: Snapshot) -> State:
     state.computed_padded_tokens = head["computed_padded_tokens"]
     state.sessions = {name: at for at, name in enumerate(head["sessions"])}
     state.engines = {name: at for at, name in enumerate(head["engines"])}
+    state.cold = {fact[0]: Uploaded(*fact) for fact in head.get("cold", ())}
     state.reasons = {task: (code, text) for task, code, text in head["reasons"]}
     state.classes = {name: at for at, name in enumerate(head.get("classes", ()))}
     state.suspects = dict(head.get("suspects", ()))
+    state.requeues = dict(head.get("requeues", ()))
     _restore_submissions(state, head["submissions"], columns)
     for at, lane in enumerate(head["lanes"]):
         key = LaneKey(**lane["key"])
@@ -150,7 +172,7 @@ def restore(snapshot: Snapshot) -> State:
     return state
 
 
-def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> None:
+def _restore_index(index: TaskIndex, count: int, columns: Mapping[str, Column]) -> None:
     index.reserve(count + SPARE_ROWS)
     index.count = count
     for name in FACTS:
@@ -161,7 +183,7 @@ def _restore_index(index: TaskIndex, count: int, columns: dict[str, Column]) -> 
     index.moved = _unragged("moved", columns)
 
 
-def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> None:
+def _restore_accounts(state: State, columns: Mapping[str, Column], lanes: int) -> None:
     accounts = state.accounts
     accounts.grow(lanes)
     for name in ("tasks", "tokens", "marks"):
@@ -172,7 +194,7 @@ def _restore_accounts(state: State, columns: dict[str, Column], lanes: int) -> N
 
 
 def _restore_submissions(
-    state: State, records: list[dict[str, Any]], columns: dict[str, Column]
+    state: State, records: list[dict[str, Any]], columns: Mapping[str, Column]
 ) -> None:
     batches = _unragged("batch", columns)
     for at, record in enumerate(records):
@@ -206,7 +228,7 @@ def _ragged(name: str, arrays: dict[int, Column]) -> dict[str, Column]:
     }
 
 
-def _unragged(name: str, columns: dict[str, Column]) -> dict[int, Column]:
+def _unragged(name: str, columns: Mapping[str, Column]) -> dict[int, Column]:
     cuts = np.cumsum(columns[f"{name}_counts"])[:-1]
     ids = columns[f"{name}_ids"].tolist()
     parts = np.split(columns[f"{name}_rows"], cuts) if ids else []

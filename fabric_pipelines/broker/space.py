@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import COMPUTED, DEAD, RETIRED
+from fabric_pipelines.broker.facts import Verdict
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.journal import Holding, Journal
 
 Sequences = npt.NDArray[np.int64]
+NOTHING: Sequences = np.zeros(0, np.int64)
 MOSTLY_DEAD = 0.25
 UNDER_PRESSURE = 0.75
 
@@ -39,21 +41,27 @@ class Needed:
     rows: Sequences
 
 
-def needed(state: State, *, pin_open: bool = True) -> Needed:
-    """A task's row is needed until its outcome is reported, and for as long as its submission is open
-    (`pin_open`): only all its rows together prove its fingerprint after a restart. An outcome is needed
-    until it is landed."""
+def needed(state: State, first_lsn: int, *, pin_open: bool = True, pin_dead: bool = True) -> Needed:
+    """A task's row is needed until its outcome is reported. `pin_open`: for as long as its submission is open, too,
+    since only all its rows together prove its fingerprint after a restart. `pin_dead`: while it is a dead letter,
+    too, which may be requeued. An outcome is needed until it is landed. `first_lsn`: where the log begins."""
     index = state.index
     states = index.state[: index.count]
     done = index.done[: index.count]
     settled = (states == RETIRED) | (states == DEAD)
     kept = (done >= 0) & ~settled  # also the refusal of a task that waits for a larger class
     tasks = ~((kept & (states == COMPUTED)) | settled)
-    if pin_open:
-        for record in state.submissions:
+    if pin_open or pin_dead:
+        wanted = np.zeros(index.count, np.bool_)
+        if pin_dead:
+            bad = index.verdict[: index.count] != Verdict.OK
+            wanted = (states == DEAD) | ((states == COMPUTED) & bad)
+        for record in state.submissions if pin_open else ():
             if not record.closed:
                 for batch in record.batches:
-                    tasks[index.rows_of(batch)] = True
+                    wanted[index.rows_of(batch)] = True
+        more = np.flatnonzero(wanted & ~tasks)
+        tasks[more[index.present(more, first_lsn)]] = True  # an earlier hurry may have let some go
     base = index.base.view
     batch_rows = np.add.reduceat(tasks, base, dtype=np.int64) if len(base) else base
     all_rows = np.diff(base, append=index.count)

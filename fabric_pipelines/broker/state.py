@@ -35,6 +35,7 @@ from fabric_pipelines.broker.accounts import (
 from fabric_pipelines.broker.facts import (
     Claimed,
     Computed,
+    Dropped,
     Enqueued,
     Fact,
     GivenUp,
@@ -42,11 +43,13 @@ from fabric_pipelines.broker.facts import (
     Leased,
     Moved,
     MovedComputed,
+    Requeued,
     Returned,
     Settled,
     Started,
     SubmissionClosed,
     SubmissionOpened,
+    Uploaded,
     Verdict,
 )
 from fabric_pipelines.broker.index import Growing, TaskIndex
@@ -73,6 +76,8 @@ PLAIN = (
     "computed_padded_tokens",
     "classes",
     "suspects",
+    "requeues",
+    "cold",
 )
 
 
@@ -115,14 +120,18 @@ class OpenLease:
 
 @dataclass(slots=True)
 class Effects:
-    """runs: (lane, keys, tasks), sorted by key, that became ready. pieces: tasks of one lease and lane that
+    """left: (lane, tasks) that are of another lane now. runs: (lane, keys, tasks), sorted by key, that became ready. pieces: tasks of one lease and lane that
     came back and go out again first, each by itself. computed: tasks that now wait to be pulled. lanes: whose
     account changed in number of tasks, so that a step of theirs may be due."""
 
+    left: list[tuple[int, Sequences]] = field(default_factory=list)
     runs: list[tuple[int, npt.NDArray[np.uint64], Sequences]] = field(default_factory=list)
     pieces: list[tuple[int, Sequences]] = field(default_factory=list)
     computed: Sequences = field(default_factory=lambda: NOTHING)
     lanes: set[int] = field(default_factory=set)
+    risen: Sequences = field(
+        default_factory=lambda: NOTHING
+    )  # dead tasks that are to be tried again
 
 
 class State:
@@ -139,6 +148,7 @@ class State:
         self.retired_tokens = np.zeros(16, np.int64)  # prompt tokens per submission
         self.output_tokens = np.zeros(16, np.int64)
         self.computed_padded_tokens = 0  # as engines reported it, over everything computed
+        self.cold: dict[int, Uploaded] = {}  # segments in the cold tier, by epoch
         self.sessions: dict[str, int] = {}  # every name that ever held a lease
         self.leases: dict[int, OpenLease] = {}
         self.session_leases: dict[str, set[int]] = {}
@@ -149,6 +159,7 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.requeues: dict[int, int] = {}  # how often, of tasks that are not retired
         self.suspects: dict[
             int, int
         ] = {}  # tasks that may have ended a worker: the piece each is in
@@ -176,6 +187,8 @@ class State:
             self._lease(fact.lease_id, fact.session, fact.tasks, (READY, IN_DOUBT))
         elif isinstance(fact, GivenUp):
             self._given_up(fact, effects)
+        elif isinstance(fact, Requeued):
+            self._requeued(fact, effects)
         elif isinstance(fact, SubmissionOpened):
             self._opened(fact)
         elif isinstance(fact, SubmissionClosed):
@@ -188,6 +201,10 @@ class State:
             self._moved(fact, lsn)
         elif isinstance(fact, MovedComputed):
             self._moved_computed(fact, lsn)
+        elif isinstance(fact, Uploaded):
+            self.cold[fact.epoch] = fact
+        elif isinstance(fact, Dropped):
+            self.cold = {at: up for at, up in self.cold.items() if up.last_lsn >= fact.below}
         return effects
 
     def _opened(self, fact: SubmissionOpened) -> None:
@@ -237,6 +254,18 @@ class State:
             record.first_sequence = fact.base
         effects.runs += self.runs_of(tasks)
         self._require_balance(lanes)
+
+    def by_lane(self, tasks: Sequences) -> list[tuple[int, Sequences]]:
+        """`tasks` by lane, each in the order they came in."""
+        lanes = self.index.lane[tasks]
+        if (lane := only(lanes)) is not None:
+            return [(lane, tasks)]
+        if not len(tasks):
+            return []
+        order = np.argsort(lanes, kind="stable")  # a radix sort as long as lanes are 16 bits
+        lanes, tasks = lanes[order], tasks[order]
+        cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
+        return [(int(lanes[a]), tasks[a:b]) for a, b in pairwise(cuts)]
 
     def runs_of(self, tasks: Sequences) -> list[tuple[int, npt.NDArray[np.uint64], Sequences]]:
         """`tasks` by lane, each sorted by key."""
@@ -340,6 +369,7 @@ class State:
         self.accounts.transfer(index.lane[tasks], self.task_ids(tasks), prompt, READY, new.index)
         index.put("lane", tasks, new.index)
         effects.lanes |= {old.index, new.index}
+        effects.left.append((old.index, tasks))
         self._require_balance(np.array([old.index, new.index], np.int32))
 
     def _given_up(self, fact: GivenUp, effects: Effects) -> None:
@@ -348,6 +378,23 @@ class State:
         self.index.verdict[tasks] = Verdict.REFUSED
         self._clear(tasks)
         effects.computed = tasks
+
+    def _requeued(self, fact: Requeued, effects: Effects) -> None:
+        """Nothing of the earlier attempts counts any more: not their number, not who refused."""
+        tasks, index = fact.tasks, self.index
+        self._move(tasks, (DEAD,), READY, "REQUEUE")
+        index.attempts[tasks] = index.verdict[tasks] = 0
+        for name, value in (("output", 0), ("done", -1), ("holder", -1)):
+            index.put(name, tasks, value)
+        for task in tasks.tolist():
+            self.requeues[task] = self.requeues.get(task, 0) + 1
+        for at in distinct(index.lane[tasks]).tolist():
+            old = self.lanes[at]
+            new = self._lane_at(replace(old.key, refused_by=0), old.sampling)
+            if new is not old:
+                self._change_lane(tasks[index.lane[tasks] == at], old, new, effects)
+            effects.lanes.add(at)
+        effects.runs, effects.risen = self.runs_of(tasks), tasks
 
     def _returned(self, fact: Returned, effects: Effects) -> None:
         tasks, verdicts = fact.tasks, fact.verdicts
@@ -422,6 +469,8 @@ class State:
         for task in tasks if self.reasons and fact.dead else ():
             self.reasons.pop(int(task), None)
         if not fact.dead:
+            for task in tasks.tolist() if self.requeues else ():
+                self.requeues.pop(task, None)
             records = self.index.submission[tasks]
             add_sums(self.retired_tokens, records, self.index.prompt[tasks])
             add_sums(self.output_tokens, records, self.index.output[tasks])

@@ -8,13 +8,16 @@ drain share one, and only as far as the declared waste allows. Decides nothing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.accounts import READY
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
+from fabric_pipelines.broker.order import RUN_MAX
 from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.state import Effects, State
@@ -29,13 +32,14 @@ SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease to be sent: `tasks` in order; `shared` tokens of each are cached once the one before it ran.
+    """A lease to be sent: `tasks` in order, of `tokens` in all; `shared` of each are cached once the one before it ran.
     All are padded to the shape of `lane`, though some may come from lanes of shorter prompts."""
 
     lease_id: int
     lane: Lane
     tasks: Sequences
     shared: npt.NDArray[np.int64]
+    tokens: int
 
     @property
     def leader(self) -> npt.NDArray[np.bool_]:
@@ -67,7 +71,15 @@ class _View:
 
     @property
     def tasks(self) -> Sequences:
-        return self.seen[self.at]
+        return self.seen if len(self.at) == len(self.seen) else self.seen[self.at]
+
+    def upto(self, count: int) -> _View:
+        """Without the ready one at that place and what follows it."""
+        return replace(self, seen=self.seen[: self.at[count]], at=self.at[:count])
+
+
+class _RowsAway(Exception):
+    """The next rows of a lane lie in the cold tier."""
 
 
 class Supply:
@@ -77,10 +89,35 @@ class Supply:
         self._queues: dict[str, LaneQueue] = {}
         self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
+        # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
+        self.near: Callable[[Sequences], int] | None = None
+        self.withheld: list[Lane] = []
+
+    def begin(self) -> None:
+        """Every ready task of the state into the order of its lane, which is empty. What is under suspicion waits
+        in front, the rest is sorted when leases need it."""
+        state, parts = self._state, defaultdict[int, list[Sequences]](list)
+        suspects = np.array(sorted(state.suspects), np.int64)
+        suspects = suspects[state.index.state[suspects] == READY]
+        self.absorb(Effects(pieces=state.suspect_pieces(suspects)))
+        for begin in range(0, state.index.count, RUN_MAX):
+            states = state.index.state[begin : min(begin + RUN_MAX, state.index.count)]
+            ready = begin + np.flatnonzero(states == READY)
+            for lane, tasks in state.by_lane(state.unsuspected(ready)):
+                parts[lane].append(tasks)
+                state.index.queued[tasks] = True
+        for lane, tasks_of in parts.items():
+            state.lanes[lane].order.add_unsorted(tasks_of)
+            self._offer(state.lanes[lane])
 
     def absorb(self, effects: Effects) -> None:
         """Tasks became ready."""
         queued = self._state.index.queued
+        for at, tasks in effects.left:
+            old = tasks[queued[tasks]]
+            if len(old):
+                self._state.lanes[at].order.remove(old)
+                queued[old] = False
         for at, keys, tasks in effects.runs:
             new = ~queued[tasks]
             if not new.all():  # claimed or late while in the order: its old place is still there
@@ -101,8 +138,15 @@ class Supply:
     def _offer(self, lane: Lane) -> None:
         self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
 
-    def ready_for(self, engine: str, refuser: int) -> int:
-        """Ready tasks of the engine, less those that this class of consumers refused."""
+    def ready_for(self, engine: str, refuser: int, tenant: str | None = None) -> int:
+        """Ready tasks of the engine (and tenant), less those that this class of consumers refused."""
+        if tenant is not None:
+            return sum(
+                lane.ready
+                for lane in self._state.lanes
+                if (lane.key.engine, lane.key.tenant) == (engine, tenant)
+                and not lane.key.refused_by & refuser
+            )
         number = self._state.engines.get(engine)
         if number is None:
             return 0
@@ -116,25 +160,46 @@ class Supply:
         """The next lease of a session, which was last served from `current`; its tasks leave the order.
         None when nothing is ready for it, or it is held back."""
         self.held_back = ""
-        queue, who, consumers = self._queues.get(asker.engine), asker.name, asker.consumers
+        queue = self._queues.get(asker.engine)
         if queue is None:
             return None
-        ready = self.ready_for(asker.engine, asker.refuser)
-        fair = Budget(guided(budget.sequences, ready, consumers), budget.tokens, budget.kv_tokens)
-        lane = queue.choose(current, fair, asker.refuser, asker.tenant)
-        if lane is None:
-            return None
+        ready = self.ready_for(asker.engine, asker.refuser, asker.tenant)
+        fair = Budget(
+            guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
+        )
+        try:
+            self.withheld = []
+            while lane := queue.choose(current, fair, asker.refuser, asker.tenant):
+                try:
+                    return self._grant_from(lane, queue, asker, current, budget, fair)
+                except _RowsAway:
+                    lane.away = True
+                    self.withheld.append(lane)
+        finally:
+            for passed in self.withheld:
+                passed.away = False
+                self._offer(passed)
+        return None
+
+    def _grant_from(
+        self,
+        lane: Lane,
+        queue: LaneQueue,
+        asker: Asker,
+        current: Lane | None,
+        budget: Budget,
+        fair: Budget,
+    ) -> Grant | None:
         if current is not None and current is not lane:
-            current.order.release(who)
+            current.order.release(asker.name)
         if not lane.key.length:
-            self._arrange(lane, budget.sequences, consumers)
+            self._arrange(lane, budget.sequences, asker.consumers)
         front = self._front_is_for(lane, asker)
-        grant = self._cut(queue, lane, fair, who, front=front)
+        grant = self._cut(queue, lane, fair, asker.name, front=front)
         if grant is None:
             self.held_back = SUSPECTS_ALONE
             return None
-        lengths = self._state.index.prompt[grant.tasks]
-        queue.charge(lane.key.tenant, int(lengths.sum()))
+        queue.charge(lane.key.tenant, grant.tokens)
         return grant
 
     def _front_is_for(self, lane: Lane, asker: Asker) -> bool:
@@ -173,7 +238,7 @@ class Supply:
         tasks = lease.tasks[index.lease[lease.tasks] == lease_id]
         lanes = [self._state.lanes[at] for at in np.unique(index.lane[tasks]).tolist()]
         lane = max(lanes, key=lambda lane: lane.key.length)
-        return Grant(lease_id, lane, tasks, self._shared(lane, tasks))
+        return self._granted(lease_id, lane, tasks)
 
     def release(self, who: str) -> None:
         """The session is gone; its arcs are free."""
@@ -189,22 +254,23 @@ class Supply:
         view = self._look(lane, budget.sequences, who, front=front)
         if view is None:
             return None
+        if not len(view.at):
+            raise _RowsAway
         tasks = view.tasks
-        prompt, shared = index.prompt[tasks].astype(np.int64), self._shared(lane, tasks)
-        count = pack(
-            prompt,
-            index.new[tasks].astype(np.int64),
-            budget,
-            padded_length=lane.key.length,
-            shared=shared,
-        )
+        prompt = index.prompt[tasks].astype(np.int64)
+        shared = self._shared(lane, tasks, prompt)
+        new = index.new[tasks].astype(np.int64) if budget.kv_tokens is not None else NO_PLACES
+        count = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
         thin = lane.step is Step.DRAINING and lane.key.length and not lane.fills(budget)
         if thin and count == len(tasks) == lane.ready and not lane.order.has_front:
             tasks = self._take_merged(queue, view, budget)
-            shared = self._shared(lane, tasks)
-        else:
-            tasks, shared = self._take(view, count), shared[:count]
-        return Grant(self._state.next_lease, lane, tasks, shared)
+            return self._granted(self._state.next_lease, lane, tasks)
+        tokens = int(prompt[:count].sum())
+        return Grant(self._state.next_lease, lane, self._take(view, count), shared[:count], tokens)
+
+    def _granted(self, lease_id: int, lane: Lane, tasks: Sequences) -> Grant:
+        prompt = self._state.index.prompt[tasks].astype(np.int64)
+        return Grant(lease_id, lane, tasks, self._shared(lane, tasks, prompt), int(prompt.sum()))
 
     def _take_merged(self, queue: LaneQueue, home: _View, budget: Budget) -> Sequences:
         """All that is left of a draining lane, and of its shorter neighbours what pads little enough."""
@@ -243,10 +309,11 @@ class Supply:
             assert len(seen), (
                 f"lane {lane.name} counts {lane.ready} ready tasks that its order lost"
             )
-            at = np.flatnonzero(self._state.index.state[seen] == READY)
+            at = (self._state.index.state[seen] == READY).nonzero()[0]
             view = _View(lane, who, seen, at, front)
             if len(view.at):
-                return view
+                near = len(view.at) if self.near is None else self.near(view.tasks)
+                return view if near == len(view.at) else view.upto(near)
             self._take(view, 0)
 
     def _take(self, view: _View, count: int) -> Sequences:
@@ -256,13 +323,19 @@ class Supply:
         view.lane.order.advance(used, view.who, front=view.front)
         return view.tasks[:count]
 
-    def _shared(self, lane: Lane, tasks: Sequences) -> npt.NDArray[np.int64]:
+    def _shared(
+        self, lane: Lane, tasks: Sequences, prompt: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Keys of lanes by rule 1 are of another layout: nothing is counted as shared there."""
         if lane.key.output_class:
             return np.zeros(len(tasks), np.int64)
-        index = self._state.index
-        lengths = index.prompt[tasks].astype(np.int64)
-        return shared_tokens(index.key[tasks], lengths, among=lane.enqueued)
+        return shared_tokens(self._state.index.key[tasks], prompt, among=lane.enqueued)
+
+    def ahead(self, who: str, lane: Lane, sequences: int) -> None:
+        """Rows that this session will need soon are asked for, should they be away."""
+        if self.near is not None and lane.ready:
+            who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+            self.near(lane.order.peek(sequences, who))
 
     def stranded(self) -> list[str]:
         """Lanes whose order does not hold exactly their ready tasks once: those tasks would wait for ever."""

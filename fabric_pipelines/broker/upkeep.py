@@ -20,8 +20,9 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Fact, Moved, MovedComputed
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Restored
+from fabric_pipelines.broker.tiering import Tiering
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import StorageFailed, UsageError
+from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal import Journal
 from fabric_pipelines.records.arrow import to_ipc
 
@@ -34,6 +35,7 @@ COUNTERS = (
     "moved_tasks",
     "moved_outcomes",
     "cleaning_refused",
+    "pins_given_up",
 )
 
 Background = Callable[[Callable[[], Any]], "Future[Any]"]
@@ -88,10 +90,17 @@ class Upkeep:
         self._underway: Future[CheckpointTaken | None] | None = None
         self._share = space.MOSTLY_DEAD
         self._below = 0
-        self._clearing_open = False
+        self._clearing_all = False
+        self._tiering: Tiering | None = None
         self._pressed_s = float("-inf")
         self._finish_drop()
         self._keep(restored.newest, restored.older)
+
+    def join(self, tiering: Tiering) -> None:
+        """The log has a cold tier: its segments go there once they are covered, and are cleared from there."""
+        self._tiering = tiering
+        tiering.covered_lsn = lambda: self.newest.lsn if self.newest is not None else 0
+        tiering.checkpoint = self.begin_checkpoint
 
     def grew(self, size: int) -> None:
         """So many bytes went into the log."""
@@ -153,10 +162,13 @@ class Upkeep:
 
     def _make_room(self) -> None:
         """Pressed for space: if a good part of the log is dead, see to it that it can be cleared."""
-        need = space.needed(self.core.state, pin_open=False)
+        need = self._needed(pinned=False)
         holdings = self.journal.holdings
         live = space.live_bytes(need, self.journal, holdings)
-        dead = sum(holding.bytes for holding in holdings) - int(live.sum())
+        here = np.array([not holding.cold for holding in holdings])
+        dead = sum(holding.bytes for holding in holdings if not holding.cold) - int(
+            live[here].sum()
+        )
         least = min(self.rhythm.high_water, self.journal.segment_bytes) // 4
         if dead < max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used)):
             return
@@ -174,14 +186,21 @@ class Upkeep:
         if self.newest is None:
             return
         holdings = self.journal.holdings
-        need = space.needed(self.core.state, pin_open=share == space.MOSTLY_DEAD)
+        need = self._needed(pinned=share == space.MOSTLY_DEAD)
         live = space.live_bytes(need, self.journal, holdings)
         self._below = space.front_to_clear(holdings, live, self.newest.lsn, share)
-        self._clearing_open = share != space.MOSTLY_DEAD
+        self._clearing_all = share != space.MOSTLY_DEAD
 
     def _clear_some(self) -> None:
         """Copy the next live rows forward, or drop the front when none are left."""
-        facts = self._next_moves()
+        try:
+            facts = self._next_moves()
+        except CorruptionFound:
+            if not self._gave_up_pins():
+                raise
+            return
+        if facts is None or (not facts and self._in_use(self._below)):
+            return
         if not facts:
             self._drop()
             return
@@ -196,14 +215,36 @@ class Upkeep:
             moved = "moved_tasks" if isinstance(fact, Moved) else "moved_outcomes"
             self.counters[moved] += len(fact.tasks)
 
-    def _next_moves(self) -> list[Moved | MovedComputed]:
+    def _gave_up_pins(self) -> bool:
+        """A damaged or lost row that is kept in case of need only: rather without it than not at all. False if
+        nothing was kept for that reason alone."""
+        if self._clearing_all:
+            return False
+        self.counters["pins_given_up"] += 1
+        self._clearing_all = True
+        return True
+
+    def _needed(self, *, pinned: bool) -> space.Needed:
+        state, first_lsn = self.core.state, self.journal.first_lsn
+        return space.needed(state, first_lsn, pin_open=pinned, pin_dead=pinned)
+
+    def _in_use(self, below: int) -> bool:
+        return self._tiering is not None and self._tiering.busy_below(below)
+
+    def _next_moves(self) -> list[Moved | MovedComputed] | None:
+        """None while rows to be copied are on their way from the cold tier."""
         state, below = self.core.state, self._below
-        need = space.needed(state, pin_open=not self._clearing_open)
+        need = self._needed(pinned=not self._clearing_all)
         size = min(MOVE_BYTES, self.journal.segment_bytes // 4)
         batches = space.batches_to_move(state, need, self.journal, below, size)
         if len(batches):
             rows = np.concatenate([state.index.rows_of(int(batch)) for batch in batches])
             tasks = rows[need.tasks[rows]]
+            if self._tiering is not None and self._tiering.near(tasks) < len(tasks):
+                if self._tiering.is_lost(tasks) and not self._gave_up_pins():
+                    self.counters["cleaning_refused"] += 1
+                    self._below = 0
+                return None
             self._require_written(state.index.locate(tasks)[0])
             return [Moved(tasks, batches, to_ipc(self.payloads.tasks(tasks)))]
         outcomes = space.outcomes_to_move(state, need, self.journal, below, size)
@@ -232,6 +273,8 @@ class Upkeep:
         before = len(self.journal.holdings)
         self.journal.recycle_below(self.base.below)
         self.counters["segments_dropped"] += before - len(self.journal.holdings)
+        if self._tiering is not None:
+            self._tiering.dropped()
         self.disk_full = False
 
     def figures(self) -> dict[str, int]:

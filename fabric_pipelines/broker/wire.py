@@ -75,8 +75,8 @@ def from_flight_error(fault: Exception, endpoint: str) -> FabricError:
         )
     if isinstance(fault, flight.FlightUnavailableError) and endpoint.startswith(TLS):
         return BrokerUnavailable(
-            f"no broker answers at {endpoint}, or one of the two does not trust the other's certificate: look "
-            f"there with `fabric status`, and compare FABRIC_TLS_CA on both sides ({_first_line(fault)[-120:]})"
+            f"no broker answers at {endpoint}, or one of the two does not trust the other's certificate (of another "
+            f"CA, for another host, past its end): compare FABRIC_TLS_CA and FABRIC_TLS_CERT on both sides ({_first_line(fault)[-120:]})"
         )
     if isinstance(fault, flight.FlightUnavailableError):
         return BrokerUnavailable(f"no broker answers at {endpoint}: start one with `fabric up`")

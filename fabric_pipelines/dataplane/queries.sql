@@ -77,7 +77,7 @@ order by attnum;
 
 -- name: copy_source_rows
 copy (
-    select {id}::bigint, {vector}{columns} from {relation} where {filter} order by {id}
+    select {id}::bigint, {vector}{columns} from {relation} where {filter} and {only} order by {id}
 ) to stdout (format binary)
 
 -- name: content_sums
@@ -95,6 +95,9 @@ from (
 ) as lanes
 group by bucket
 order by bucket
+
+-- name: engine_fingerprints
+select distinct engine_fingerprint from {relation} where {filter} order by 1
 
 -- name: acquire_shard
 insert into fabric.shard_lease as held (name, holder, token, expires)
@@ -176,6 +179,21 @@ copy {target} ({columns}) from stdin (format binary)
 
 -- name: merge_stage
 insert into {table} ({columns}) select {columns} from {stage} on conflict (task_id) do nothing
+
+-- name: bury_stage
+-- A later death of a requeued task replaces the earlier one; the same one again changes nothing. A death that
+-- somebody held on to until its task was requeued and landed is none any more.
+insert into fabric.dead_letters as old ({columns})
+select {columns} from {stage} as new
+where not exists (select from {results} as landed where landed.task_id = new.task_id)
+on conflict (task_id) do update
+    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, landed_at)
+        = (excluded.status, excluded.error_code, excluded.reason, excluded.prompt_tokens, excluded.engine,
+           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.landed_at)
+    where old.requeues < excluded.requeues
+
+-- name: unbury
+delete from fabric.dead_letters where task_id = any(%(task_ids)s)
 
 -- name: explain
 -- TIMING costs two clock reads a row and says nothing about WAL.
@@ -268,11 +286,29 @@ select exists (select from fabric.results where function = %(function)s)
 
 -- name: read_dead_letters
 select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
-       engine_fingerprint, attempts, landed_at
+       engine_fingerprint, attempts, requeues, landed_at
 from fabric.dead_letters
 where (%(function)s::text is null or function = %(function)s)
   and (%(submission_id)s::text is null or submission_id = %(submission_id)s)
-order by task_id;
+  and (%(error_code)s::text is null or error_code = %(error_code)s)
+order by task_id
+limit %(limit)s;
+
+-- name: dead_letter_ids
+select task_id
+from fabric.dead_letters
+where (%(function)s::text is null or function = %(function)s)
+  and error_code = %(error_code)s
+  and task_id > %(after)s
+order by task_id
+limit %(limit)s;
+
+-- name: count_dead_letters
+select error_code, count(*)
+from fabric.dead_letters
+where (%(function)s::text is null or function = %(function)s)
+group by error_code
+order by 2 desc, 1;
 
 -- name: count_results
 select 'generate', count(*) from fabric.generate
@@ -299,3 +335,76 @@ on conflict (uri) do nothing;
 
 -- name: find_artifact
 select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
+
+-- name: relation_kind
+select relkind::text from pg_class where oid = to_regclass(%(relation)s);
+
+-- name: watch
+select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);
+
+-- name: staleness
+select shard, generation, relation, receipt_id, log, rows, inserted, updated, deleted, truncated, moved,
+       moved_fraction::float8, deleted_fraction::float8, extract(epoch from age)::float8, recall::float8,
+       last_change_at, verdict, due
+from fabric.shard_staleness
+where %(shard)s::text is null or shard = %(shard)s
+order by shard;
+
+-- name: movement
+select generation, log, truncated from fabric.shard_movement where shard = %(shard)s;
+
+-- name: copy_moved_ids
+copy (
+    select id
+    from fabric.shard_movement as m,
+         unnest(m.inserted + m.updated + m.deleted) as part,
+         generate_series(lower(part), upper(part) - 1) as id
+    where m.shard = {shard}
+    order by id
+) to stdout (format binary)
+
+-- name: in_moved_ids
+{id} in (
+    select id
+    from fabric.shard_movement as m,
+         unnest(m.inserted + m.updated + m.deleted) as part,
+         generate_series(lower(part), upper(part) - 1) as id
+    where m.shard = {shard}
+)
+
+-- name: record_audit
+insert into fabric.shard_audit (shard, generation, snapshot, inserted, updated, deleted)
+select %(shard)s, %(generation)s, %(snapshot)s::pg_snapshot,
+       fabric.as_ranges(%(inserted)s::bigint[]), fabric.as_ranges(%(updated)s::bigint[]),
+       fabric.as_ranges(%(deleted)s::bigint[]);
+
+-- name: prune_changes
+select fabric.prune_changes();
+
+-- name: policies
+select shard, max_changed_fraction::float8, max_deleted_fraction::float8, rebuild_fraction::float8,
+       min_recall::float8, extract(epoch from max_age)::float8, extract(epoch from quiet_period)::float8
+from fabric.staleness_policy order by shard;
+
+-- name: add_policy
+insert into fabric.staleness_policy (shard)
+select %(shard)s where not exists (select from fabric.staleness_policy where shard = %(shard)s);
+
+-- name: set_policy
+update fabric.staleness_policy set
+    max_changed_fraction = case when %(set_max_changed_fraction)s then %(max_changed_fraction)s::numeric
+                                else max_changed_fraction end,
+    max_deleted_fraction = case when %(set_max_deleted_fraction)s then %(max_deleted_fraction)s::numeric
+                                else max_deleted_fraction end,
+    rebuild_fraction = case when %(set_rebuild_fraction)s then %(rebuild_fraction)s::numeric
+                            else rebuild_fraction end,
+    min_recall = case when %(set_min_recall)s then %(min_recall)s::numeric else min_recall end,
+    max_age = case when %(set_max_age_s)s then %(max_age_s)s::float8 * interval '1 second' else max_age end,
+    quiet_period = case when %(set_quiet_period_s)s then %(quiet_period_s)s::float8 * interval '1 second'
+                        else quiet_period end
+where shard = %(shard)s
+returning shard, max_changed_fraction::float8, max_deleted_fraction::float8, rebuild_fraction::float8,
+          min_recall::float8, extract(epoch from max_age)::float8, extract(epoch from quiet_period)::float8;
+
+-- name: ring
+select fabric.ring(%(relation)s);

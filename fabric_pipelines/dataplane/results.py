@@ -25,6 +25,7 @@ from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.errors import StorageFailed, UsageError
 
 ROWS_PER_BATCH = 10_000
+IDS_PER_PAGE = 50_000
 
 _ARROW = {
     "int2": pa.int16(),
@@ -112,16 +113,23 @@ def to_parquet(
 
 
 def dead_letters(
-    database: Database, *, function: str | None = None, submission_id: str | None = None
+    database: Database,
+    *,
+    function: str | None = None,
+    submission_id: str | None = None,
+    error_code: str | None = None,
+    limit: int | None = None,
 ) -> pa.Table:
-    """Dead letters with their reasons, without the raw rows."""
-    values = {"function": function, "submission_id": submission_id}
+    """Dead letters with their reasons, without the raw rows, by task id; at most `limit`."""
+    values: dict[str, Any] = {"function": function, "submission_id": submission_id}
+    values |= {"error_code": error_code, "limit": limit}
     with database.session() as connection, connection.cursor() as cursor:
         cursor.execute(query("read_dead_letters"), values)
         assert cursor.description is not None
         names = [column.name for column in cursor.description]
         rows = cursor.fetchall()
     kinds = {"task_id": pa.int64(), "source_row": pa.int64(), "attempts": pa.int16()}
+    kinds |= {"requeues": pa.int16()}
     kinds |= {"prompt_tokens": pa.int32(), "landed_at": _ARROW["timestamptz"]}
     columns = list(zip(*rows, strict=True)) or [()] * len(names)
     arrays = [
@@ -129,6 +137,32 @@ def dead_letters(
         for name, column in zip(names, columns, strict=True)
     ]
     return pa.table(arrays, names)
+
+
+def dead_letter_ids(
+    database: Database, error_code: str, *, function: str | None = None
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Ids of the dead letters of one reason, ascending, in pages of at most IDS_PER_PAGE."""
+    after = -1
+    while True:
+        values = {"function": function, "error_code": error_code, "after": after}
+        with database.session() as connection:
+            rows = connection.execute(
+                query("dead_letter_ids"), {**values, "limit": IDS_PER_PAGE}
+            ).fetchall()
+        if not rows:
+            return
+        ids = np.array([row[0] for row in rows], np.int64)
+        yield ids
+        after = int(ids[-1])
+
+
+def dead_letter_reasons(database: Database, *, function: str | None = None) -> dict[str, int]:
+    """Dead letters by error code, most frequent first."""
+    with database.session() as connection:
+        return dict(
+            connection.execute(query("count_dead_letters"), {"function": function}).fetchall()
+        )
 
 
 def counts(database: Database) -> dict[str, int]:

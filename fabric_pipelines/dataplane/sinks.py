@@ -253,5 +253,6 @@ def dead_letter_columns(
         Column("engine", "text", text("engine")),
         Column("engine_fingerprint", "text", text("engine_fingerprint")),
         Column("attempts", "int2", batch.column("attempts")),
+        Column("requeues", "int2", batch.column("requeues")),
         Column("raw", "bytea", pa.array(raw, pa.binary())),
     ]

@@ -43,6 +43,7 @@ from fabric_pipelines.dataplane.sinks import (
 )
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
+from fabric_pipelines.dataplane.staleness import ring
 from fabric_pipelines.errors import DatabaseUnavailable, IncarnationMismatch, SchemaError
 from fabric_pipelines.records.arrow import require_schema, to_ipc
 from fabric_pipelines.records.completion import PULLED_SCHEMA
@@ -63,6 +64,7 @@ class Landed:
     task_ids: TaskIds
     confirmation: Confirmation | None
     dead_task_ids: TaskIds
+    dead_requeues: npt.NDArray[np.uint8]
     dead_confirmation: Confirmation | None
     rows: int
     size: int
@@ -104,7 +106,7 @@ class Writer:
                 return settled
             if self._lake is not None and identity.vector_type == "halfvec":
                 batch = spill(batch, self._lake, self._database)
-            return land(
+            landed = land(
                 connection, batch, identity=identity, decode=self._decode, meter=self._meter
             )
         except CommitInDoubt as fault:
@@ -114,6 +116,18 @@ class Writer:
         except BaseException:
             self.close()
             raise
+        if landed.rows:
+            self._ring(connection, sink_of(batch.column("function")[0].as_py()).table)
+        return landed
+
+    def _ring(self, connection: Connection, table: str) -> None:
+        """Tell who waits for moved rows, after the commit and in a transaction of its own: NOTIFY holds a
+        database-wide lock while its transaction commits. A lost ring costs its listener one poll interval;
+        what landed has landed."""
+        try:
+            ring(connection, table)
+        except psycopg.Error:
+            self.close()
 
     def close(self) -> None:
         if self._connection is not None:
@@ -278,8 +292,12 @@ def _settled(
     """Dead letters and ack row of this transaction, and what it will have proven once committed."""
     dead = np.array(sorted(refused), np.int64)
     if dead.size:
-        size += _bury(connection, _chosen(batch, dead), [refused[int(at)] for at in dead], meter)
-    ids = _ids(batch)
+        rejections = [refused[int(at)] for at in dead]
+        size += _bury(connection, sink, _chosen(batch, dead), rejections, meter)
+    ids, requeues = _ids(batch), batch.column("requeues").to_numpy()
+    risen = np.setdiff1d(np.flatnonzero(requeues), dead)
+    if risen.size:
+        connection.execute(query("unbury"), {"task_ids": ids[risen].tolist()})
     connection.execute(
         query("acknowledge"),
         {
@@ -302,6 +320,7 @@ def _settled(
         task_ids=alive,
         confirmation=proof("postgres", sink.table) if alive.size else None,
         dead_task_ids=ids[dead],
+        dead_requeues=requeues[dead],
         dead_confirmation=proof("dead_letter", DEAD_LETTERS) if dead.size else None,
         rows=rows,
         size=size,
@@ -312,8 +331,18 @@ class _Target:
     """Rows into one table. Straight by COPY, or by COPY into a temporary twin and from there what is new; the twin
     lives as long as the connection and is empty outside a transaction."""
 
-    def __init__(self, connection: Connection, table: str, meter: Meter) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        table: str,
+        meter: Meter,
+        *,
+        merge: str = "merge_stage",
+        results: str | None = None,
+    ) -> None:
+        """merge: the statement that takes new rows out of the twin; `results`: the table it compares them with."""
         self._connection = connection
+        self._merge, self._results = merge, results
         self._table = table
         self._meter = meter
         self._stage = "stage_" + table.partition(".")[2]
@@ -322,7 +351,7 @@ class _Target:
         """(rows inserted, bytes sent); after a rejection the transaction is as it was before."""
         stream = encode_copy(columns)
         rows, size = len(columns[0].values), sum(len(piece) for piece in stream)
-        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
+        names = _names(columns)
         if self._meter.goes_straight(self._table):
             try:
                 with self._connection.transaction():
@@ -330,17 +359,20 @@ class _Target:
                 return rows, size
             except psycopg.errors.UniqueViolation:
                 pass  # a task id is there already, or somebody's own index objects: the twin tells which
-        return self._through_stage(rows, names, stream), size
+        return self.through_stage(columns, stream), size
 
-    def _through_stage(self, rows: int, names: sql.Composable, stream: Sequence[memoryview]) -> int:
+    def through_stage(self, columns: Sequence[Column], stream: Sequence[memoryview]) -> int:
+        rows, names = len(columns[0].values), _names(columns)
         self._connection.execute(
             compose("make_stage", table=relation(self._table), stage=sql.Identifier(self._stage))
         )
         stage = sql.Identifier("pg_temp", self._stage)
         parts = {"table": relation(self._table), "stage": stage, "columns": names}
+        if self._results is not None:
+            parts = {"results": relation(self._results), "stage": stage, "columns": names}
         with self._connection.transaction():
             self._copy(stage, names, stream)
-            inserted = self._meter.merge(compose("merge_stage", **parts))
+            inserted = self._meter.merge(compose(self._merge, **parts))
             self._connection.execute(compose("empty_stage", stage=stage))
         self._meter.staged(self._table, conflicts=rows - inserted)
         return inserted
@@ -357,12 +389,23 @@ class _Target:
                 copy.write(piece)
 
 
+def _names(columns: Sequence[Column]) -> sql.Composable:
+    return sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
+
+
 def _bury(
-    connection: Connection, batch: pa.RecordBatch, rejections: list[Rejection], meter: Meter
+    connection: Connection,
+    sink: Sink,
+    batch: pa.RecordBatch,
+    rejections: list[Rejection],
+    meter: Meter,
 ) -> int:
     raw = [to_ipc(batch.slice(at, 1)) for at in range(batch.num_rows)]
     columns = dead_letter_columns(batch, rejections, raw)
-    return _Target(connection, DEAD_LETTERS, meter).put(columns)[1]
+    stream = encode_copy(columns)
+    target = _Target(connection, DEAD_LETTERS, meter, merge="bury_stage", results=sink.table)
+    target.through_stage(columns, stream)
+    return sum(len(piece) for piece in stream)
 
 
 def _reported(batch: pa.RecordBatch, rows: npt.NDArray[np.intp]) -> list[tuple[int, Rejection]]:

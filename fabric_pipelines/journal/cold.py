@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError
+from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError, StoreUnreachable
 from fabric_pipelines.journal.files import FileOps, aligned_buffer, read_exactly
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, Control, crc32c
 from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
@@ -43,6 +43,7 @@ class ColdTier:
         ops: FileOps,
     ) -> None:
         self.store, self.stubs = store, stubs
+        self.stopping = False  # what is under way ends soon, as if the store were away
         self._folder, self._journal_id, self._salt, self._ops = folder, journal_id, salt, ops
         self._fetched: OrderedDict[int, memoryview] = OrderedDict()
         self.fetched_bytes = 0
@@ -108,6 +109,7 @@ class ColdTier:
 
     def _pieces(self, segment: Segment) -> Iterator[memoryview]:
         for offset in range(0, segment.end, STEP_BYTES):
+            self._require_going()
             length = min(STEP_BYTES, segment.end - offset)
             yield read_exactly(self._ops, segment.fd, length, offset)
 
@@ -115,6 +117,7 @@ class ColdTier:
         store, name = self._require_store(), self.object_name(stub.epoch)
         size, crc = store.size(name), 0
         for offset in range(0, stub.size, STEP_BYTES):
+            self._require_going()
             crc = crc32c(store.read(name, offset, min(STEP_BYTES, stub.size - offset)), crc)
         if size != stub.size or crc != stub.crc:
             raise ColdLost(
@@ -210,6 +213,10 @@ class ColdTier:
         self._require_store().remove(self.object_name(stub.epoch))
         self._ops.unlink(self._folder / stub.file_name)
         del self.stubs[stub.epoch]
+
+    def _require_going(self) -> None:
+        if self.stopping:
+            raise StoreUnreachable("the broker is stopping")
 
     def _require_store(self) -> ObjectStore:
         if self.store is None:

@@ -116,9 +116,11 @@ def seed_of(kind: int, salt: int) -> int:
     return 0 if kind == SEGMENT else salt
 
 
-def extend_chain(chain: int, header: bytes) -> int:
-    """The chain runs over the headers (which carry the payload CRCs) of all frames but SEGMENT and SEAL."""
-    return crc32c(header, chain)
+def extend_chain(chain: int, header: bytes, journal_format: int) -> int:
+    """The chain runs over the headers (which carry the payload CRCs) of all frames but SEGMENT and SEAL, each
+    without its own CRC: a CRC that runs over bytes and then over their own CRC does not depend on the bytes, so
+    that the chain of format 1 does no more than count frames."""
+    return crc32c(header if journal_format == 1 else header[:-4], chain)
 
 
 def payload_crc(parts: Sequence[Payload]) -> tuple[int, int]:

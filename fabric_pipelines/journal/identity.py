@@ -15,7 +15,8 @@ from fabric_pipelines.errors import CorruptionFound, VersionRefused
 from fabric_pipelines.ids import INCARNATION_BITS, draw_incarnation
 from fabric_pipelines.journal.files import FileOps, write_all
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # 1: with the chain that only counts frames; such a journal stays as it is
 NAME = "identity.json"
 
 
@@ -23,6 +24,7 @@ NAME = "identity.json"
 class Identity:
     journal_id: str
     incarnation: int
+    format: int = FORMAT
 
     @classmethod
     def draw(cls) -> Identity:
@@ -36,7 +38,7 @@ class Identity:
 def write_identity(ops: FileOps, folder: Path, identity: Identity) -> None:
     """Beside, fsync, rename, fsync of the folder."""
     content = {
-        "format": FORMAT,
+        "format": identity.format,
         "journal_id": identity.journal_id,
         "incarnation": identity.incarnation,
     }
@@ -62,16 +64,16 @@ def read_identity(ops: FileOps, folder: Path) -> Identity | None:
     try:
         content = json.loads(ops.read_bytes(path))
         found = int(content["format"])
-        identity = Identity(str(content["journal_id"]), int(content["incarnation"]))
+        identity = Identity(str(content["journal_id"]), int(content["incarnation"]), found)
         whole = len(identity.uuid_bytes) == 16 and 0 < identity.incarnation < 1 << INCARNATION_BITS
     except (ValueError, KeyError, TypeError) as fault:
         raise CorruptionFound(
             f"{path} is not readable ({fault}): restore this file from a copy; its journal_id also stands "
             "in every segment and in the database"
         ) from fault
-    if found != FORMAT:
+    if found not in READABLE:
         raise VersionRefused(
-            f"{path} has journal format {found}, this version reads format {FORMAT}: use the version that "
+            f"{path} has journal format {found}, this version reads formats up to {FORMAT}: use the version that "
             "wrote it"
         )
     if not whole:

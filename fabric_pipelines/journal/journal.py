@@ -107,6 +107,7 @@ class Journal:
         self.incarnation = identity.incarnation
         self.recovered: RecoveryReport = recovered.report
         self._uuid = identity.uuid_bytes
+        self._format = identity.format
         self._salt = salt_of(identity.uuid_bytes)
         self.segment_bytes = segment_bytes
         self._clock, self._ops = clock, ops
@@ -458,6 +459,8 @@ class Journal:
         if found is not None and not trusted:
             segment.mark_read(lsn)
         if found is None or found.header.lsn != lsn:
+            if segment.cold:
+                raise self.cold.lost(segment, lsn)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
                 "the file from a copy"
@@ -547,7 +550,7 @@ class Journal:
                 schema_id=pending.schema_id,
                 rows=pending.rows,
             )
-            self._chain = extend_chain(self._chain, header)
+            self._chain = extend_chain(self._chain, header, self._format)
             buffers.append(header)
             buffers.extend(pending.parts)
             buffers.append(bytes(padded(pending.length) - pending.length))
@@ -586,7 +589,7 @@ class Journal:
             kind, control, epoch=epoch, time_us=self._clock.wall_us(), salt=self._salt
         )
         if kind not in (SEGMENT, SEAL):
-            self._chain = extend_chain(self._chain, header)
+            self._chain = extend_chain(self._chain, header, self._format)
         return header, payload
 
     def _mark(self, kind: int) -> None:

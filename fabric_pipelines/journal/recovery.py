@@ -120,7 +120,7 @@ def recover(
         )
     newest = candidates[max(candidates)]
     salt = salt_of(identity.uuid_bytes)
-    tail = _scan(ops, newest, salt)
+    tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
     _refuse_damaged_tail(newest, tail, beyond)
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
@@ -179,7 +179,7 @@ def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, 
     stub = candidate.stub
     if stub is None:
         summary = _summary(ops, candidate, identity, salt) if lazy else None
-        return summary or _scan(ops, candidate, salt)
+        return summary or _scan(ops, candidate, salt, identity.format)
     return Scan(
         last_lsn=stub.last_lsn,
         chain=stub.chain,
@@ -270,7 +270,7 @@ def _candidates(
     return candidates, free
 
 
-def _scan(ops: FileOps, candidate: Candidate, salt: int) -> Scan:
+def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) -> Scan:
     """Follow the frames of one segment, group by group, to the last whole one."""
     window = Window(ops, candidate.fd, candidate.size)
     start = candidate.start
@@ -297,7 +297,7 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int) -> Scan:
             break
         offset += found.header.frame_bytes
         if found.header.kind != SEAL:
-            chain = extend_chain(chain, found.raw_header)
+            chain = extend_chain(chain, found.raw_header, journal_format)
         if found.control is not None:
             scan.kinds.extend(kinds)
             _accept(scan, found, found.control, chain, offset, group)

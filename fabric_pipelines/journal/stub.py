@@ -145,9 +145,7 @@ def read_stubs(
         path = folder / name
         fd = ops.open(path)
         try:
-            # as with segments: what a killed process left in the cache is durable before it is believed
-            ops.fdatasync(fd)
-            ops.forget_cache(fd)
+            ops.forget_cache(fd)  # it was durable before it had this name
             stub = unpack_stub(read_exactly(ops, fd, ops.size(fd), 0), journal_id)
         finally:
             ops.close(fd)

@@ -16,7 +16,7 @@ from fabric_pipelines.receipts.quality import measure
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation
-from fabric_pipelines.shards.manifest import ShardManifest
+from fabric_pipelines.shards.manifest import Increment, ShardManifest
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, store_of
 
@@ -86,4 +86,16 @@ def outputs(manifest: ShardManifest, manifest_sha256: str) -> dict[str, Any]:
             )
         },
         "lists": manifest.lists,
+        **({"increment": _summary(manifest.increment)} if manifest.increment else {}),
+    }
+
+
+def _summary(increment: Increment) -> dict[str, Any]:
+    """What the layers are, without their offsets: those stand in the manifest, whose digest is here too."""
+    return {
+        "parent_generation": increment.parent_generation,
+        "base_generation": increment.base_generation,
+        "layers": len(increment.layers),
+        "tombstones": increment.tombstones,
+        "base_recall": increment.base_recall,
     }

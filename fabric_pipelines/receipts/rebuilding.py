@@ -26,18 +26,21 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ReceiptRow, SourceRows
+from fabric_pipelines.dataplane.source import RowSet, SourceRows
+from fabric_pipelines.dataplane.vectors import ReceiptRow
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
 from fabric_pipelines.receipts.quality import K, sample
 from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
+from fabric_pipelines.shards.blocks import Block
 from fabric_pipelines.shards.building import full_recipe
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.disk import DISK
 from fabric_pipelines.shards.generation import Generation, write_generation
-from fabric_pipelines.shards.manifest import FileEntry
+from fabric_pipelines.shards.increment import change_of, grow
+from fabric_pipelines.shards.manifest import FileEntry, ShardManifest
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
@@ -88,11 +91,17 @@ def rebuild(
             "recipe", dict(receipt.recipe), recipe, "{expected} in the receipt, {found} now"
         ),
     ]
-    with (
-        _scratch(root) as folder,
-        Shard(_built(folder, receipt, rows, spec, recipe)) as rebuilt,
-    ):
-        verdict, found = compare(receipt, original, rebuilt)
+    parent, lost = _parent(store, root, row, receipt)
+    differences += lost
+    with _scratch(root) as folder:
+        if parent is None or overrides:
+            made = _built(folder, receipt, rows, spec, recipe)
+        else:
+            made = _replayed(folder, receipt, rows, parent, recipe)
+        with Shard(made) as rebuilt:
+            verdict, found = compare(receipt, original, rebuilt)
+    if parent is not None:
+        parent.close()
     if original is not None:
         original.close()
     if moved:
@@ -139,12 +148,68 @@ def _original(
     store: VectorStore, root: Path, row: ReceiptRow
 ) -> tuple[Shard | None, list[Difference]]:
     """The generation that the receipt is of, or None and why it cannot be trusted."""
+    return _opened(store, root, row.shard, row.generation)
+
+
+def _opened(
+    store: VectorStore, root: Path, name: str, number: int
+) -> tuple[Shard | None, list[Difference]]:
     try:
-        generation = open_generation(store, root, row.shard, row.generation)
+        generation = open_generation(store, root, name, number)
         damage = list(damaged_files(generation))
         return (None if damage else Shard(generation)), damage
     except FabricError as fault:
-        return None, [Difference("generation", str(row.generation), "unreadable", str(fault))]
+        return None, [Difference("generation", str(number), "unreadable", str(fault))]
+
+
+def _parent(
+    store: VectorStore, root: Path, row: ReceiptRow, receipt: Receipt
+) -> tuple[Shard | None, list[Difference]]:
+    """The generation that an increment was laid over; None for a full build, and where it cannot be trusted."""
+    increment = receipt.outputs.get("increment")
+    if increment is None:
+        return None, []
+    number = int(increment["parent_generation"])
+    parent, damage = _opened(store, root, row.shard, number)
+    if parent is not None:
+        return parent, []
+    return None, [
+        Difference(
+            "parent",
+            str(number),
+            "unreadable",
+            f"generation {number}, which this one was laid over, cannot be read ({damage[0]}): built in full "
+            "instead, so lists and files are others",
+        )
+    ]
+
+
+def _replayed(
+    folder: Path,
+    receipt: Receipt,
+    rows: SourceRows,
+    parent: Shard,
+    recipe: Mapping[str, Any],
+) -> Generation:
+    """The increment made again: all rows are candidates, those that are as in the parent drop out."""
+    known = np.union1d(parent.stored_ids(), parent.quarantined().ids)
+    ids = np.union1d(rows.ids, known)
+    now = RowSet(rows.ids, rows.vectors, rows.columns)
+    grown = grow(
+        parent,
+        change_of(parent, ids, now, rows.state),
+        receipt.outputs["increment"]["base_recall"],
+    )
+    manifest = grown.manifest(
+        parent.manifest,
+        generation=receipt.outputs["generation"],
+        token=receipt.outputs["token"],
+        source=rows.state.as_json(),
+        recipe=recipe,
+        parents=receipt.parents,
+    )
+    # by link where it can be: the scratch folder lies beside the shards, on their disk
+    return _written(folder, manifest, grown.blocks(), parent.generation.folder)
 
 
 def _given(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,8 +255,16 @@ def _built(
         recipe=recipe,
         parents=receipt.parents,
     )
-    blocks = {block.path: block for _, block in content.blocks}
-    path, _ = write_generation(DISK, folder, manifest, blocks, None)
+    return _written(folder, manifest, {block.path: block for _, block in content.blocks}, None)
+
+
+def _written(
+    folder: Path,
+    manifest: ShardManifest,
+    blocks: Mapping[str, Block | FileEntry],
+    previous: Path | None,
+) -> Generation:
+    path, _ = write_generation(DISK, folder, manifest, blocks, previous)
     generation = Generation(path, manifest, hashlib.sha256(manifest.to_bytes()).hexdigest())
     damage = list(damaged_files(generation))
     if damage:

@@ -7,18 +7,15 @@ included: each moved row is named, not merely counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.dataplane.vectors import (
-    BUCKETS,
-    ContentHash,
-    SourceRows,
-    SourceState,
-)
+from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash
+from fabric_pipelines.dataplane.source import SourceRows, SourceState
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.shard import Shard
@@ -26,6 +23,7 @@ from fabric_pipelines.shards.store import VectorStore, source_of
 
 NAMED_MAX = 10
 WHERE_FIELDS = ("cluster", "database", "relation_oid", "columns", "encoding")
+SINCE_VERSION_2 = ("engine_fingerprints",)
 
 
 def source_differences(
@@ -41,7 +39,12 @@ def source_differences(
     yield from place_differences(fields, state)
     if state.content == then:
         return
-    yield from moved_rows(store.read_source(source), fields, shard)
+    try:
+        rows = store.read_source(source)
+    except SchemaError as fault:  # such as a null where there was none
+        yield Difference("source.rows", then.hex, state.content.hex, str(fault))
+        return
+    yield from moved_rows(rows, fields, shard)
 
 
 def content_then(fields: Mapping[str, Any]) -> ContentHash:
@@ -53,9 +56,9 @@ def content_then(fields: Mapping[str, Any]) -> ContentHash:
 
 
 def place_differences(fields: Mapping[str, Any], state: SourceState) -> Iterator[Difference]:
-    """Another cluster, another relation under the same name, other column types."""
+    """Another cluster, another relation under the same name, other column types, rows of another engine."""
     now = state.as_json()
-    for name in WHERE_FIELDS:
+    for name in (*WHERE_FIELDS, *(SINCE_VERSION_2 if state.source.hash_version >= 2 else ())):
         yield from field_differences(
             f"source.{name}",
             fields.get(name),
@@ -81,18 +84,18 @@ def moved_rows(
         )
         return
     found = False
-    kept = _in_buckets(*_all_rows(shard), buckets)
-    now = _in_buckets(rows.ids, np.asarray(rows.vectors, np.float32), buckets)
-    for kind, ids in _compared(kept, now):
-        if len(ids):
-            found = True
-            yield Difference(
-                f"source.rows.{kind}",
-                then.hex,
-                rows.state.content.hex,
-                f"source {relation} moved: {len(ids)} row{'s' if len(ids) > 1 else ''} {kind} "
-                f"({fields['id_column']} {_named(ids.tolist())})",
-            )
+    names = source_of(fields).hashed_columns
+    columns = {name: rows.columns[name] for name in names}
+    now = Rows(rows.ids, np.asarray(rows.vectors, np.float32), columns)
+    kept = _in_buckets(rows_of(shard, names), buckets)
+    for kind, sentence in named_moves(kept, _in_buckets(now, buckets), fields["id_column"]):
+        found = True
+        yield Difference(
+            f"source.rows.{kind}",
+            then.hex,
+            rows.state.content.hex,
+            f"source {relation} moved: {sentence}",
+        )
     if not found:  # the rows are those of the generation: then the receipt's numbers are not
         yield from field_differences(
             "source",
@@ -106,32 +109,65 @@ def moved_rows(
         )
 
 
-Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+@dataclass(frozen=True, slots=True)
+class Rows:
+    ids: npt.NDArray[np.int64]
+    vectors: npt.NDArray[np.float32]
+    columns: Mapping[str, npt.NDArray[np.int64]]
+
+    def at(self, rows: npt.NDArray[np.intp]) -> Rows:
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return Rows(self.ids[rows], self.vectors[rows], columns)
 
 
-def _all_rows(shard: Shard) -> Rows:
-    ids, vectors = shard.quarantined()
-    return np.concatenate([shard.ids(), ids]), np.concatenate([shard.vectors(), vectors])
+def rows_of(shard: Shard, names: Sequence[str]) -> Rows:
+    """Indexed and quarantined rows, with the columns that the content hash covers."""
+    out = shard.quarantined()
+    columns, kept_out = shard.columns(), out.columns
+    return Rows(
+        np.concatenate([shard.ids(), out.ids]),
+        np.concatenate([shard.vectors(), out.vectors]),
+        {
+            name: np.concatenate(
+                [
+                    columns.column(name).to_numpy(),
+                    *([kept_out.column(name).to_numpy()] if len(out.ids) else []),
+                ]
+            )
+            for name in names
+        },
+    )
 
 
-def _in_buckets(
-    ids: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32], buckets: list[int]
-) -> Rows:
-    rows = np.flatnonzero(np.isin(ids & (BUCKETS - 1), buckets))
-    rows = rows[np.argsort(ids[rows])]
-    return ids[rows], vectors[rows]
+def _in_buckets(rows: Rows, buckets: list[int]) -> Rows:
+    chosen = np.flatnonzero(np.isin(rows.ids & (BUCKETS - 1), buckets))
+    return rows.at(chosen[np.argsort(rows.ids[chosen])])
+
+
+def named_moves(then: Rows, now: Rows, id_column: str) -> Iterator[tuple[str, str]]:
+    """(kind, sentence) for each kind of move: added, removed, changed, or the column that changed."""
+    for kind, ids in _compared(then, now):
+        if len(ids):
+            where = f"changed in {kind}" if kind in then.columns else kind
+            yield (
+                kind,
+                f"{len(ids)} row{'s' if len(ids) > 1 else ''} {where} ({id_column} {_named(ids.tolist())})",
+            )
 
 
 def _compared(then: Rows, now: Rows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
     """Vectors are compared by bits, so that a NaN equals itself and 0.0 is not -0.0."""
-    yield "added", np.setdiff1d(now[0], then[0])
-    yield "removed", np.setdiff1d(then[0], now[0])
-    both, left, right = np.intersect1d(then[0], now[0], return_indices=True)
-    if not len(both) or then[1].shape[1] != now[1].shape[1]:
+    yield "added", np.setdiff1d(now.ids, then.ids)
+    yield "removed", np.setdiff1d(then.ids, now.ids)
+    both, left, right = np.intersect1d(then.ids, now.ids, return_indices=True)
+    if not len(both) or then.vectors.shape[1] != now.vectors.shape[1]:
         yield "changed", both
         return
-    bits = [np.ascontiguousarray(v).view(np.uint32) for v in (then[1][left], now[1][right])]
+    then, now = then.at(left), now.at(right)
+    bits = [np.ascontiguousarray(rows.vectors).view(np.uint32) for rows in (then, now)]
     yield "changed", both[(bits[0] != bits[1]).any(axis=1)]
+    for name, values in then.columns.items():
+        yield name, both[values != now.columns[name]]
 
 
 def _named(numbers: list[int]) -> str:

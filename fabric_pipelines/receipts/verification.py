@@ -186,13 +186,16 @@ def _logical_differences(generation: Generation, damaged: set[str]) -> Iterator[
 
 def logical_of(folder: Path, manifest: ShardManifest, entry: FileEntry) -> str:
     path = folder / entry.path
-    if entry.role == "columns":
+    if entry.role.endswith("columns"):
         return table_sha256(map_columns(path))
     dtype, shape = {
         "vectors": (manifest.dtype, (entry.rows, manifest.dim)),
         "ids": ("<i8", (entry.rows,)),
-        "centroids": ("<f8", (manifest.lists, manifest.dim)),
-        "marks": ("<u8", (manifest.lists, 2)),
+        "layer_vectors": (manifest.dtype, (entry.rows, manifest.dim)),
+        "layer_ids": ("<i8", (entry.rows,)),
+        "tombstones": ("<i8", (entry.rows,)),
+        "centroids": ("<f8", (entry.lists, manifest.dim)),
+        "marks": ("<u8", (entry.lists, 2)),
         "quarantine_ids": ("<i8", (entry.rows,)),
         "quarantine_vectors": (manifest.dtype, (entry.rows, manifest.dim)),
     }[entry.role]

@@ -26,8 +26,15 @@ import pyarrow as pa
 from fabric_pipelines import __version__
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import ShardLease, Source
-from fabric_pipelines.errors import AlreadyRunning, StorageFailed, TransientError, UsageError
+from fabric_pipelines.dataplane.source import Source, SourceState
+from fabric_pipelines.dataplane.vectors import ShardLease
+from fabric_pipelines.errors import (
+    AlreadyRunning,
+    CheckFailed,
+    StorageFailed,
+    TransientError,
+    UsageError,
+)
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.blocks import map_array
 from fabric_pipelines.shards.content import (
@@ -55,6 +62,7 @@ BUILDER_MODULES = (
     "shards.admission",
     "shards.blocks",
     "shards.content",
+    "shards.increment",
     "shards.lists",
     "shards.logical",
 )
@@ -95,7 +103,7 @@ def build(
     with holding(store, root, name, disk) as lease:
         folder = shard_folder(root, name)
         sweep(disk, store, folder, lease)
-        return _build_next(store, root, lease, source, spec, recipe, keep_centroids, disk)
+        return build_next(store, root, lease, source, spec, recipe, keep_centroids, disk)
 
 
 def janitor(db: Database | VectorStore, root: Path, name: str, *, disk: Disk = DISK) -> list[str]:
@@ -154,7 +162,7 @@ def libraries() -> dict[str, str]:
     }
 
 
-def _build_next(
+def build_next(
     store: VectorStore,
     root: Path,
     lease: ShardLease,
@@ -164,6 +172,7 @@ def _build_next(
     keep_centroids: bool,
     disk: Disk,
 ) -> Generation:
+    """The next generation under a lease that the caller holds; arguments as of build."""
     row = store.current_generation(lease.name)
     # The folder may be gone; then nothing is linked, and a new build is the remedy for it.
     previous = (
@@ -181,7 +190,9 @@ def _build_next(
             for found in store.find_receipts(shard=row.name, generation=row.generation, limit=1)
         ]
     whole = full_recipe(recipe, spec)
+    store.watch(source)
     rows = store.read_source(source)
+    require_made_by(rows.state, whole)
     content = content_of(rows, spec, _Beat(store, lease))
     manifest = content.manifest(
         name=lease.name,
@@ -205,7 +216,21 @@ def _build_next(
         manifest_sha256=sha256,
         manifest=manifest.as_json(),
     )
+    with suppress(TransientError):  # what is not forgotten now is forgotten after the next build
+        store.prune_changes()
     return Generation(folder, manifest, sha256, linked)
+
+
+def require_made_by(state: SourceState, recipe: Mapping[str, Any]) -> None:
+    """CheckFailed when rows were made by another engine than the recipe says: a shard of two engines'
+    vectors compares what cannot be compared, and its receipt would not say so."""
+    said = recipe.get("engine_fingerprint")
+    others = sorted(set(state.engine_fingerprints) - {said})
+    if said is not None and others:
+        raise CheckFailed(
+            f"the recipe says engine fingerprint {said}, and {state.source.relation} holds rows made by "
+            f"{', '.join(others)}: build from the rows of one engine (a submission, or a filter)"
+        )
 
 
 def _centroids(folder: Path, manifest_sha256: str) -> np.ndarray[Any, np.dtype[np.float64]]:

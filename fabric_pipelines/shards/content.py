@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fabric_pipelines.analytics.search import METRICS, Metric
-from fabric_pipelines.dataplane.vectors import SourceRows
+from fabric_pipelines.dataplane.source import SourceRows
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.shards.admission import Admission, admit
 from fabric_pipelines.shards.blocks import Block, array_block, columns_block
@@ -127,7 +127,10 @@ def content_of(
         ("quarantine_ids", array_block("quarantine", rows.ids[~good])),
         ("quarantine_vectors", array_block("quarantine", vectors[~good])),
     ]
-    blocks += [(_entry(role, block, 0, spec.lists), block) for role, block in whole]
+    if len(rows.columns) and not good.all():
+        kept_out = columns_block("quarantine", pa.table(dict(rows.columns)).filter(pa.array(~good)))
+        whole.append(("quarantine_columns", kept_out))
+    blocks += [(entry_of(role, block, 0, spec.lists), block) for role, block in whole]
     return Content(vectors.shape[1], int(good.sum()), admission, lists, blocks)
 
 
@@ -183,11 +186,11 @@ def _blocks(
         if columns is not None:
             part = columns.take(pa.array(lists.order[rows]))
             parts.append(("columns", columns_block("columns", part)))
-        out += [(_entry(role, block, first, count), block) for role, block in parts]
+        out += [(entry_of(role, block, first, count), block) for role, block in parts]
     return out
 
 
-def _entry(role: str, block: Block, first_list: int, lists: int) -> FileEntry:
+def entry_of(role: str, block: Block, first_list: int, lists: int) -> FileEntry:
     return FileEntry(
         role=role,
         path=block.path,

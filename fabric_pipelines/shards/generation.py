@@ -11,6 +11,7 @@ old file was hashed: rot is not inherited. This module refuses to change or dele
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
 from fabric_pipelines.errors import CorruptionFound, UsageError
 from fabric_pipelines.shards.blocks import Block, file_sha256
 from fabric_pipelines.shards.disk import Disk
-from fabric_pipelines.shards.manifest import FILE_NAME, ShardManifest, folder_name
+from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
 from fabric_pipelines.shards.store import VectorStore
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -61,11 +62,12 @@ def write_generation(
     disk: Disk,
     folder: Path,
     manifest: ShardManifest,
-    blocks: dict[str, Block],
+    blocks: Mapping[str, Block | FileEntry],
     previous: Path | None,
 ) -> tuple[Path, int]:
     """Write everything `manifest` lists below the shard's `folder`; returns the generation's folder and how
-    many files were linked. `blocks` is by path. Nothing is current until the caller publishes it."""
+    many files were linked. `blocks` is by path; one that is only an entry must be in `previous`, unharmed
+    (CorruptionFound). Nothing is current until the caller publishes it."""
     final = folder / manifest.folder_name
     temp = folder / f".{manifest.folder_name}.tmp"
     disk.make_folder(temp)
@@ -76,6 +78,10 @@ def write_generation(
         if old and _is_block(old, block):
             disk.link_file(old, temp / path)
             linked += 1
+        elif isinstance(block, FileEntry):
+            raise CorruptionFound(
+                f"{block.label} of the generation before is gone or damaged: build the shard anew"
+            )
         else:
             disk.write_file(temp / path, block.content)
     disk.write_file(temp / FILE_NAME, manifest.to_bytes())
@@ -117,9 +123,10 @@ def published_folder(root: Path, row: GenerationRow) -> Path:
     return folder
 
 
-def _is_block(path: Path, block: Block) -> bool:
+def _is_block(path: Path, block: Block | FileEntry) -> bool:
+    size = block.bytes if isinstance(block, FileEntry) else len(block.content)
     try:
-        same_size = path.stat().st_size == len(block.content)
+        same_size = path.stat().st_size == size
     except FileNotFoundError:
         return False
     return same_size and file_sha256(path) == block.sha256

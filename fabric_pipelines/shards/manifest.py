@@ -20,17 +20,19 @@ import numpy.typing as npt
 from fabric_pipelines.errors import CorruptionFound, VersionRefused
 from fabric_pipelines.ids import canonical_json
 
-FORMAT = "fabric-shard-1"
+FORMAT = "fabric-shard-2"
+READABLE = ("fabric-shard-1", FORMAT)  # 1 had neither increments nor columns of quarantined rows
 FILE_NAME = "manifest.json"
 VECTOR_DTYPE = "<f4"
 
 BLOCK_ROLES = ("vectors", "ids", "columns")  # one file each per group of lists
-WHOLE_ROLES = ("centroids", "marks", "quarantine_ids", "quarantine_vectors")
+LAYER_ROLES = ("layer_vectors", "layer_ids", "layer_columns")  # one file each per increment
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file. Blocks cover lists [first_list, first_list + lists); other roles cover them all."""
+    """One file. Blocks cover lists [first_list, first_list + lists); in the files of an increment `first_list`
+    is the number of its layer; other roles cover all lists."""
 
     role: str
     path: str
@@ -47,12 +49,34 @@ class FileEntry:
         if self.role in BLOCK_ROLES:
             last = self.first_list + self.lists - 1
             return f"{self.role} block of lists {self.first_list}..{last} ({self.path})"
+        if self.role in LAYER_ROLES:
+            return f"{self.role} of layer {self.first_list} ({self.path})"
         return f"{self.role} ({self.path})"
 
 
 @dataclass(frozen=True, slots=True)
+class Increment:
+    """What a generation has beside the blocks of an older full build.
+
+    parent_generation: the one that it was made from; base_generation: the full build at the bottom. lists: how
+    many there are now, those cut off by a split included; a merged list keeps its number and has no centroid.
+    layers: indptr of each, over the lists of its time, oldest first. tombstones: stored rows that no longer
+    count. reference_rows [lists]: rows of each list when it was last cut. base_recall: recall@10 of probed
+    search right after the full build, as a decimal string."""
+
+    parent_generation: int
+    base_generation: int
+    lists: int
+    layers: Sequence[Sequence[int]]
+    tombstones: int
+    reference_rows: Sequence[int]
+    base_recall: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """indptr [lists + 1]: rows indptr[l]:indptr[l+1] form list l, counted through all blocks in order."""
+    """indptr [base_lists + 1]: stored rows indptr[l]:indptr[l+1] form list l of the blocks, counted through all
+    blocks in order. rows: those that count, in blocks and layers."""
 
     name: str
     generation: int
@@ -68,10 +92,15 @@ class ShardManifest:
     source: Mapping[str, Any]
     recipe: Mapping[str, Any]
     parents: Sequence[str] = ()
+    increment: Increment | None = None
+
+    @property
+    def base_lists(self) -> int:
+        return len(self.indptr) - 1
 
     @property
     def lists(self) -> int:
-        return len(self.indptr) - 1
+        return self.increment.lists if self.increment else self.base_lists
 
     @property
     def folder_name(self) -> str:
@@ -91,15 +120,16 @@ class ShardManifest:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], where: str) -> ShardManifest:
-        if fields.get("format") != FORMAT:
+        if fields.get("format") not in READABLE:
             raise VersionRefused(
-                f"{where} has format {fields.get('format')!r}; this program reads {FORMAT}: "
+                f"{where} has format {fields.get('format')!r}; this program reads {', '.join(READABLE)}: "
                 "use the version that wrote it"
             )
         given = {name: value for name, value in fields.items() if name != "format"}
         try:
             files = [FileEntry(**entry) for entry in given.pop("files")]
-            return cls(**given, files=files)
+            increment = given.pop("increment", None)
+            return cls(**given, files=files, increment=increment and Increment(**increment))
         except (KeyError, TypeError) as fault:
             raise CorruptionFound(f"{where} is not a shard manifest: {fault}") from fault
 

@@ -107,6 +107,6 @@ def _marks(generation: Generation) -> npt.NDArray[np.uint64] | None:
     try:
         if file_sha256(path) != entry.sha256:
             return None
-        return map_array(path, "<u8", (generation.manifest.lists, 2))
+        return map_array(path, "<u8", (entry.lists, 2))
     except CorruptionFound:
         return None

@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fabric_pipelines.dataplane import vectors
+from fabric_pipelines.dataplane import source as sources
+from fabric_pipelines.dataplane import staleness, vectors
+from fabric_pipelines.dataplane.content_hash import ContentHash, Ids
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import (
-    GenerationRow,
-    ReceiptRow,
-    ShardLease,
-    Source,
-    SourceRows,
-    SourceState,
-)
+from fabric_pipelines.dataplane.source import Source, SourceRows, SourceState
+from fabric_pipelines.dataplane.staleness import Moved, Staleness
+from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow, ShardLease
 from fabric_pipelines.errors import SchemaError
 
 
@@ -29,6 +26,33 @@ class VectorStore(Protocol):
 
     def source_state(self, source: Source) -> SourceState:
         """The state alone, for a check that moves no vectors."""
+
+    def watch(self, source: Source) -> None:
+        """From the next snapshot on, every change of the source's rows is kept."""
+
+    def staleness(self, name: str) -> Staleness | None:
+        """The policy's verdict on the current generation, None where there is none."""
+
+    def read_moved(self, name: str, generation: int, source: Source) -> Moved:
+        """What moved since that generation was read, in one transaction with the rows themselves."""
+
+    def read_buckets(self, source: Source, then: ContentHash) -> Moved:
+        """The same by bucket sums: every row of a bucket whose sum is not the one of `then`."""
+
+    def record_audit(
+        self,
+        name: str,
+        generation: int,
+        snapshot: str,
+        *,
+        inserted: Ids,
+        updated: Ids,
+        deleted: Ids,
+    ) -> None:
+        """From `snapshot` on the change log counts again for that generation, beside these ids."""
+
+    def prune_changes(self) -> int:
+        """Forget what every current generation has seen; returns how many change rows went."""
 
     def acquire_shard(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
         """A fencing token above every earlier one. AlreadyRunning while another holder's lease runs."""
@@ -72,10 +96,46 @@ class PostgresStore:
     database: Database
 
     def read_source(self, source: Source) -> SourceRows:
-        return vectors.read_source(self.database, source)
+        return sources.read_source(self.database, source)
 
     def source_state(self, source: Source) -> SourceState:
-        return vectors.source_state(self.database, source)
+        return sources.source_state(self.database, source)
+
+    def watch(self, source: Source) -> None:
+        staleness.watch(self.database, source)
+
+    def staleness(self, name: str) -> Staleness | None:
+        found = staleness.staleness(self.database, name)
+        return found[0] if found else None
+
+    def read_moved(self, name: str, generation: int, source: Source) -> Moved:
+        return staleness.read_moved(self.database, name, generation, source)
+
+    def read_buckets(self, source: Source, then: ContentHash) -> Moved:
+        return staleness.read_buckets(self.database, source, then)
+
+    def record_audit(
+        self,
+        name: str,
+        generation: int,
+        snapshot: str,
+        *,
+        inserted: Ids,
+        updated: Ids,
+        deleted: Ids,
+    ) -> None:
+        staleness.record_audit(
+            self.database,
+            name,
+            generation,
+            snapshot,
+            inserted=inserted,
+            updated=updated,
+            deleted=deleted,
+        )
+
+    def prune_changes(self) -> int:
+        return staleness.prune_changes(self.database)
 
     def acquire_shard(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
         return vectors.acquire_shard(self.database, name, holder, ttl_s=ttl_s)
@@ -142,7 +202,8 @@ def source_of(fields: Mapping[str, Any]) -> Source:
             vector_column=own[1],
             submission_id=fields["submission_id"],
             filter=fields["filter"],
-            columns=tuple(sorted(set(fields["columns"]) - set(own))),
+            columns=tuple(set(fields["columns"]) - set(own)),
+            hash_version=fields.get("hash_version", 1),
         )
     except (KeyError, TypeError) as fault:
         raise SchemaError(f"a source that lacks {fault} cannot be read again") from fault

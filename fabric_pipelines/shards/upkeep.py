@@ -1,8 +1,8 @@
 """Build a shard only when something moved: its rows, or the recipe that makes a generation of them.
 
-The database is asked for the content hash as it is now (no row is read); the current generation says under
-which hash and recipe it was made. Equal means that a build would give the same lists again, so none is made
-and every reader and receipt keeps its generation.
+The change log says what moved since the current generation was read; nothing moved means that nothing is built
+and every reader and receipt keeps its generation. Moved rows are laid over it (renewal.py), another recipe
+or another source is a build of its own.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.vectors import Source
+from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.shards.building import build, full_recipe
 from fabric_pipelines.shards.content import IndexSpec
+from fabric_pipelines.shards.disk import DISK
 from fabric_pipelines.shards.generation import Generation
+from fabric_pipelines.shards.manifest import ShardManifest
+from fabric_pipelines.shards.renewal import refresh
 from fabric_pipelines.shards.shard import open_generation
-from fabric_pipelines.shards.store import VectorStore, store_of
-
-MOVES_WITHOUT_CONTENT = ("pg_snapshot", "lsn", "timeline")
+from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
 
 def build_if_moved(
@@ -47,8 +48,9 @@ def build_if_moved(
             current = None
         source = Source(relation=relation, submission_id=submission_id, columns=tuple(columns))
         whole = full_recipe(recipe, IndexSpec(lists, seed, metric))
-        if current and _same(current, store.source_state(source).as_json(), whole):
-            return current, False
+        if current and _same(current.manifest, source, whole):
+            done = refresh(store, root, name, disk=DISK)
+            return done.generation, done.how != "none"
     built = build(
         db,
         root,
@@ -64,8 +66,6 @@ def build_if_moved(
     return built, True
 
 
-def _same(current: Generation, source: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
-    manifest = current.manifest
-    now = {key: value for key, value in source.items() if key not in MOVES_WITHOUT_CONTENT}
-    then = {key: value for key, value in manifest.source.items() if key in now}
-    return now == then and dict(manifest.recipe) == dict(recipe)
+def _same(current: ShardManifest, source: Source, recipe: Mapping[str, Any]) -> bool:
+    """Made from the same relation by the same recipe; whether rows moved is asked later."""
+    return source_of(current.source) == source and dict(current.recipe) == dict(recipe)

@@ -228,7 +228,8 @@ class Child:
         self.state, self._start_at_s = "restarting", now_s + wait_s
         self._left, self._kill_left_at_s = left_by(self._starter), now_s + self.spec.left_grace_s
         ask_to_end(self._left)
-        ended = f" with {len(self._left)} processes that it had started" if self._left else ""
+        count = len(self._left)
+        ended = f" with {count} process{'es' * (count > 1)} that it had started" if count else ""
         self.say(f"{self.spec.name} ended ({words}){ended}; next start in {wait_s:.1f} s")
 
     def _blame(self, words: str, *, final: bool) -> None:

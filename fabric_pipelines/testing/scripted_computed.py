@@ -80,7 +80,7 @@ class ScriptedComputed:
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int:
         return self._settle(self.retired, task_ids, confirmation)
 
-    def dead(self, task_ids: Any, confirmation: Confirmation) -> int:
+    def dead(self, task_ids: Any, confirmation: Confirmation, *, requeues: Any = None) -> int:
         return self._settle(self.buried, task_ids, confirmation)
 
     def release_pulled(self) -> None:

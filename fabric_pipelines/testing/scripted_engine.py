@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def expected_vector(tokens: Sequence[int], dim: int) -> npt.NDArray[np.float16]:
 class Script:
     """What goes wrong, and when. `fail_at_poll`: EngineFailed from that poll on (1 = the first);
     `busy_submits`: so many submits are refused with EngineBusy; `failed_rows`, `refused_rows`: source rows
-    that come back with that status; `poison_rows`: source rows that bring the engine down; `step_s`: wall seconds of one step."""
+    that come back with that status; `poison_rows`: source rows that bring the engine down; `step_s`: wall seconds of one
+    step; `hold_after`: after so many steps nothing ends until the file `hold_until` exists, so that a test can act in
+    mid-run however quick or slow the machine is."""
 
     fail_at_poll: int | None = None
     busy_submits: int = 0
@@ -57,6 +60,8 @@ class Script:
     refused_rows: frozenset[int] = frozenset()
     poison_rows: frozenset[int] = frozenset()
     step_s: float = 0.0
+    hold_after: int | None = None
+    hold_until: str = ""
 
 
 @dataclass(slots=True)
@@ -83,6 +88,7 @@ class ScriptedEngine:
     stats: EngineStats = field(default_factory=EngineStats)
     seen: list[int] = field(default_factory=list)
     polls: int = 0
+    steps: int = 0
     opened: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +139,10 @@ class ScriptedEngine:
             raise EngineFailed("scripted engine failed: device lost")
         if not self._queue:
             return []
+        if self._holds():
+            time.sleep(min(timeout_s, 0.01))
+            return []
+        self.steps += 1
         started_us = self.clock.wall_us()
         if self.script.step_s:
             time.sleep(self.script.step_s)
@@ -143,6 +153,12 @@ class ScriptedEngine:
             raise EngineFailed("scripted engine failed: poison in its batch")
         done = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         return [self._complete(done, started_us)]
+
+    def _holds(self) -> bool:
+        after = self.script.hold_after
+        return (
+            after is not None and self.steps >= after and not Path(self.script.hold_until).exists()
+        )
 
     def _running_count(self) -> int:
         if self.continuous:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SECTOR_BYTES = 512
+NEIGHBOURS = 6  # pending writes that are tried alone and left out, newest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,10 @@ class CrashState:
     image: Image
 
 
+def folder_of(entry: EntryOp) -> Path:
+    return (entry.target if isinstance(entry, Rename) else entry.path).parent
+
+
 @dataclass(slots=True)
 class _Platter:
     """What is certain, and what is still under way."""
@@ -295,8 +300,9 @@ class _Platter:
             self.entries.append(op)
         elif isinstance(op, SyncFolder):
             for entry in self.entries:
-                self.certain.apply_entry(entry)
-            self.entries = []
+                if folder_of(entry) == op.folder:
+                    self.certain.apply_entry(entry)
+            self.entries = [entry for entry in self.entries if folder_of(entry) != op.folder]
         else:
             if isinstance(op, Sync):
                 for content in self.contents:
@@ -314,30 +320,64 @@ class _Platter:
 
 
 def crash_states(disk: SimDisk, *, seed: int, subsets: int) -> Iterator[CrashState]:
-    """After each operation: everything pending lost, everything kept, names lost, names kept but contents
-    lost, and `subsets` random choices of sectors and names."""
+    """After each operation: everything pending lost, everything kept, names lost, names kept but contents lost;
+    each of the newest pending writes alone and each missing, since they reach the platter in any order; each file
+    as it was synced last; each name missing; and `subsets` random choices of sectors and names."""
     chance = random.Random(seed)
     platter = _Platter(disk.start.copy())
     for count in range(len(disk.log) + 1):
         if count:
             platter.advance(disk.log[count - 1])
         notes = dict(platter.notes)
-        pending, names = platter.contents, platter.entries
-        choices: list[tuple[str, list[ContentOp], list[EntryOp]]] = [("all lost", [], [])]
-        if pending or names:
-            choices.append(("all kept", pending, names))
-        if pending and names:
-            choices += [("names lost", pending, []), ("contents lost", [], names)]
-        if pending:
-            sectors = [sector for op in pending for sector in _sectors(op)]
-            for _ in range(subsets):
-                kept = [sector for sector in sectors if chance.random() < 0.5]
-                choices.append((f"sectors {_places(kept)}", kept, names))
-        if len(names) > 1:
-            kept_names = [name for name in names if chance.random() < 0.5]
-            choices.append((f"names {kept_names}", pending, kept_names))
-        for story, contents, entries in choices:
+        for story, contents, entries in _choices(platter, chance, subsets):
             yield CrashState(count, story, notes, platter.image(contents, entries))
+
+
+def all_kept(disk: SimDisk) -> CrashState:
+    """Everything that was done has reached the platter."""
+    platter = _Platter(disk.start.copy())
+    for op in disk.log:
+        platter.advance(op)
+    image = platter.image(platter.contents, platter.entries)
+    return CrashState(len(disk.log), "all kept", dict(platter.notes), image)
+
+
+Choice = tuple[str, Sequence[ContentOp], Sequence[EntryOp]]
+
+
+def _choices(platter: _Platter, chance: random.Random, subsets: int) -> Iterator[Choice]:
+    """What of the pending operations may have reached the platter."""
+    pending, names = platter.contents, platter.entries
+    yield "all lost", [], []
+    if pending or names:
+        yield "all kept", pending, names
+    if pending and names:
+        yield "names lost", pending, []
+        yield "contents lost", [], names
+    for story, kept in _orders(pending):
+        yield story, kept, names
+    sectors = [sector for op in pending for sector in _sectors(op)]
+    for _ in range(subsets if pending else 0):
+        some = [sector for sector in sectors if chance.random() < 0.5]
+        yield f"sectors {_places(some)}", some, names
+    if len(names) > 1:
+        for at in range(len(names))[-NEIGHBOURS:]:
+            yield f"all names but that of {names[at]}", pending, names[:at] + names[at + 1 :]
+        few = [name for name in names if chance.random() < 0.5]
+        yield f"names {few}", pending, few
+
+
+def _orders(pending: list[ContentOp]) -> Iterator[tuple[str, list[ContentOp]]]:
+    """Whole writes out of order: one there before all others, one still missing, one file far behind."""
+    if len(pending) > 1:
+        for at in range(len(pending))[-NEIGHBOURS:]:
+            yield f"only write {at} of the pending", [pending[at]]
+            yield f"all but write {at} of the pending", pending[:at] + pending[at + 1 :]
+    files = {op.inode for op in pending}
+    if len(files) > 1:
+        for inode in sorted(files):
+            kept = [op for op in pending if op.inode != inode]
+            yield f"file {inode} as it was synced last", kept
 
 
 def torn_states(disk: SimDisk, *, after_ops: int) -> Iterator[CrashState]:

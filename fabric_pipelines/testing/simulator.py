@@ -388,13 +388,22 @@ def simulate(
     )
 
 
-def _show(world: World) -> None:
-    done, tasks = world.auditor.settle_acked, world.plan.tasks
-    kills = sum(world.kills.values())
-    sys.stderr.write(
-        f"{done:>10} of {tasks} settled, {kills} kills, {world.now_s - 1000:.0f} s simulated, "
-        f"{time.process_time():.0f} s CPU\n"
-    )
+class Progress:
+    """A line now and then: how far, and how long it will still take at this rate."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+
+    def __call__(self, world: World) -> None:
+        done, tasks = world.auditor.settle_acked, world.plan.tasks
+        took_s = time.monotonic() - self._begun_s
+        left_s = took_s * (tasks - done) / done if done else 0.0
+        eta = f"{left_s // 60:.0f} min {left_s % 60:02.0f} s left" if done else "just begun"
+        sys.stderr.write(
+            f"{done:>10,} of {tasks:,} settled ({done / tasks:4.0%}), {sum(world.kills.values())} kills, "
+            f"{world.auditor.audits} audits, {world.now_s - 1000:.0f} s simulated, "
+            f"{time.process_time():.0f} s CPU, {eta}\n"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -408,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     kills = given.kills or max(30, given.tasks // 20_000)
-    outcome = simulate(Plan(tasks=given.tasks, seed=given.seed, kills=kills), progress=_show)
+    outcome = simulate(Plan(tasks=given.tasks, seed=given.seed, kills=kills), progress=Progress())
     sys.stdout.write(outcome.table() + "\n")
     for fault in outcome.faults:
         sys.stdout.write(f"fault: {fault}\n")

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.dataplane.vectors import (
-    GenerationRow,
-    ReceiptRow,
-    ShardLease,
-    Source,
-    SourceRows,
-    SourceState,
-    content_hash,
-)
+from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash, Ids, content_hash
+from fabric_pipelines.dataplane.source import RowSet, Source, SourceRows, SourceState
+from fabric_pipelines.dataplane.staleness import NOTHING, Moved, Staleness
+from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow, ShardLease
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, UsageError
 
 
@@ -34,21 +30,123 @@ class MemoryVectorStore:
         self.leases: dict[str, tuple[str, int, float]] = {}
         self.generations: dict[tuple[str, int], GenerationRow] = {}
         self.receipts: dict[str, ReceiptRow] = {}
+        self.columns: dict[tuple[str, int], int] = {}
+        self.fingerprints: tuple[str, ...] = ()
+        self.changes: list[tuple[str, npt.NDArray[np.int64]]] = []
+        self.pruned = 0
+        self.audits: dict[tuple[str, int], tuple[int, list[npt.NDArray[np.int64]]]] = {}
         self.reads = 0
 
     def put(self, ids: npt.NDArray[np.int64], vectors: npt.NDArray[Any]) -> None:
         """Insert or replace rows; kept as float16, as the landing tables do."""
+        known = np.isin(ids, np.fromiter(self.rows, np.int64, len(self.rows)))
+        for op, moved in (("insert", ids[~known]), ("update", ids[known])):
+            if len(moved):
+                self.changes.append((op, moved))
         for name, vector in zip(ids.tolist(), vectors.astype(np.float16), strict=True):
             self.rows[name] = vector
 
+    def set_column(self, name: str, row: int, value: int) -> None:
+        """Overwrite one value of a column, which is id % 1000 otherwise."""
+        self.columns[name, row] = value
+        self.changes.append(("update", np.array([row], np.int64)))
+
+    def remove(self, ids: npt.NDArray[np.int64]) -> None:
+        for name in ids.tolist():
+            del self.rows[name]
+        self.changes.append(("delete", ids))
+
+    def truncate(self) -> None:
+        self.rows.clear()
+        self.changes.append(("truncate", np.zeros(0, np.int64)))
+
     def read_source(self, source: Source) -> SourceRows:
-        ids = np.array(sorted(self.rows), np.int64)
-        vectors = np.stack([self.rows[name] for name in ids.tolist()])
-        columns = {name: ids % 1000 for name in source.columns}
-        return SourceRows(self._state(source, ids, vectors), ids, vectors, columns)
+        self.reads += 1
+        rows = self._rows(source, np.array(sorted(self.rows), np.int64))
+        return SourceRows(self._state(source, rows), rows.ids, rows.vectors, rows.columns)
 
     def source_state(self, source: Source) -> SourceState:
         return self.read_source(source).state
+
+    def watch(self, source: Source) -> None:
+        """Every change is kept from the first one on."""
+
+    def staleness(self, name: str) -> Staleness | None:
+        """By the default policy; only what the log says, so neither age nor quality."""
+        row = self.current_generation(name)
+        if row is None:
+            return None
+        complete, ops = self._movement(name)
+        moved = np.unique(np.concatenate(list(ops.values())))
+        rows = row.manifest["source"]["rows"]
+        fraction, gone = len(moved) / rows, len(ops["delete"]) / rows
+        truncated = any(op == "truncate" for op, _ in self.changes[self._base(name) :])
+        verdict = (
+            "rebuild"
+            if truncated or fraction >= 0.3
+            else "audit"
+            if not complete
+            else "deleted"
+            if gone > 0.02
+            else "changed"
+            if fraction > 0.05
+            else "fresh"
+        )
+        return Staleness(
+            shard=name,
+            generation=row.generation,
+            relation=row.manifest["source"]["relation"],
+            receipt_id=None,
+            log="complete" if complete else "pruned",
+            rows=rows,
+            inserted=len(ops["insert"]),
+            updated=len(ops["update"]),
+            deleted=len(ops["delete"]),
+            truncated=truncated,
+            moved=len(moved),
+            moved_fraction=fraction,
+            deleted_fraction=gone,
+            age_s=0.0,
+            recall=None,
+            last_change_at=None,
+            verdict=verdict,
+            due=verdict != "fresh",
+        )
+
+    def read_moved(self, name: str, generation: int, source: Source) -> Moved:
+        assert generation == self.last_generation(name)
+        complete, ops = self._movement(name)
+        ids = np.unique(np.concatenate(list(ops.values())))
+        truncated = any(op == "truncate" for op, _ in self.changes[self._base(name) :])
+        present = ids[np.isin(ids, np.fromiter(self.rows, np.int64, len(self.rows)))]
+        rows = self._rows(source, present)
+        state = replace(self._state(source, rows), content=NOTHING)
+        return Moved(state, ids, rows, complete and not truncated)
+
+    def read_buckets(self, source: Source, then: ContentHash) -> Moved:
+        whole = self.read_source(source)
+        buckets = whole.state.content.moved_buckets(then)
+        ids = whole.ids[np.isin(whole.ids & (BUCKETS - 1), buckets)]
+        return Moved(whole.state, ids, self._rows(source, ids), True)
+
+    def record_audit(
+        self,
+        name: str,
+        generation: int,
+        snapshot: str,
+        *,
+        inserted: Ids,
+        updated: Ids,
+        deleted: Ids,
+    ) -> None:
+        base = int(snapshot.partition(":")[0])
+        self.audits[name, generation] = (base, [inserted, updated, deleted])
+
+    def prune_changes(self) -> int:
+        bases = [self._base(name) for name in {name for name, _ in self.generations}]
+        gone = min(bases, default=0) - self.pruned
+        self.pruned += max(gone, 0)
+        return max(gone, 0)
 
     def acquire_shard(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
         other, token, expires = self.leases.get(name, (holder, 0, 0.0))
@@ -123,10 +221,41 @@ class MemoryVectorStore:
         if (holder, token) != (lease.holder, lease.token) or expires <= self.now_s:
             raise FencingLost(f"{lease.holder} no longer holds shard {lease.name!r}")
 
-    def _state(
-        self, source: Source, ids: npt.NDArray[np.int64], vectors: npt.NDArray[np.float16]
-    ) -> SourceState:
-        self.reads += 1
+    def _base(self, name: str) -> int:
+        """How many changes the current generation of shard `name` has seen."""
+        row = self.current_generation(name)
+        assert row is not None
+        snapshot = str(row.manifest["source"]["pg_snapshot"])
+        return self.audits.get((name, row.generation), (int(snapshot.partition(":")[0]), []))[0]
+
+    def _movement(self, name: str) -> tuple[bool, dict[str, npt.NDArray[np.int64]]]:
+        base = self._base(name)
+        ops: dict[str, list[npt.NDArray[np.int64]]] = {"insert": [], "update": [], "delete": []}
+        found = self.audits.get((name, self.last_generation(name)))
+        for op, ids in zip(ops, found[1] if found else [], strict=False):
+            ops[op].append(ids)
+        for op, ids in self.changes[base:]:
+            if op != "truncate":
+                ops[op].append(ids)
+        none = np.zeros(0, np.int64)
+        return base >= self.pruned, {
+            op: np.unique(np.concatenate([none, *parts])) for op, parts in ops.items()
+        }
+
+    def _rows(self, source: Source, ids: npt.NDArray[np.int64]) -> RowSet:
+        names = ids.tolist()
+        vectors = (
+            np.stack([self.rows[name] for name in names]) if names else np.zeros((0, 0), np.float16)
+        )
+        columns = {
+            column: np.array([self.columns.get((column, n), n % 1000) for n in names], np.int64)
+            for column in source.columns
+        }
+        return RowSet(ids, vectors, columns)
+
+    def _state(self, source: Source, rows: RowSet) -> SourceState:
+        at = len(self.changes)
+        hashed = [rows.columns[name] for name in source.hashed_columns]
         kinds = {source.id_column: "bigint", source.vector_column: "halfvec"}
         return SourceState(
             source=source,
@@ -135,10 +264,11 @@ class MemoryVectorStore:
             relation_oid=1,
             columns={**kinds, **dict.fromkeys(source.columns, "bigint")},
             encoding="halfvec",
-            snapshot=f"{self.reads}:{self.reads}:",
+            snapshot=f"{at}:{at}:",
             lsn="0/0",
             timeline=1,
-            content=content_hash(ids, vectors, "halfvec"),
+            content=content_hash(rows.ids, rows.vectors, "halfvec", hashed),
+            engine_fingerprints=self.fingerprints,
         )
 
     def _time(self) -> datetime:

@@ -180,9 +180,9 @@ class WorkerLoop:
         now = self._last_step_s = self._now()
         if not self._attached:
             self._attach(now)
-        rung = self.ladder.observe(self._signals(now), now)
         if self._attached:
-            self._renew(now)
+            self._renew(now)  # first: a hold that is over must not cost another pause
+        rung = self.ladder.observe(self._signals(now), now)
         if rung >= Rung.NACK_UNSTARTED:
             self._nack_unstarted(rung.name.lower())
         if self._attached and rung < Rung.HOLD:
@@ -303,6 +303,9 @@ class WorkerLoop:
             self.counts.duplicates += reply.duplicates
             self.counts.late += reply.late
             self.counts.unknown += reply.unknown
+            if not len(self.supply):
+                # The broker gives out suspects of a crash one piece at a time: what was told sets the next one free.
+                self._source_is_dry, self._ask_s = False, 0.0
 
     def _nack(self, tasks: Sequence[int], reason: str, *, attempted: bool = False) -> None:
         if not tasks:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.dataplane.lake import Artifact, Lake
 from fabric_pipelines.errors import BrokerUnavailable
@@ -38,7 +39,13 @@ class MemoryBroker:
     away: bool = False
     off: int = 0
 
-    def submit(self, submission: Submission, batches: Iterator[pa.RecordBatch]) -> SubmissionState:
+    def submit(
+        self,
+        submission: Submission,
+        batches: Iterator[pa.RecordBatch],
+        *,
+        patience: Patience | None = None,
+    ) -> SubmissionState:
         self.submits += 1
         table = pa.Table.from_batches(list(batches))
         if submission.submission_id not in self.submissions:

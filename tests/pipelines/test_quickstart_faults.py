@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,13 @@ import dagster as dg
 import pytest
 
 from fabric_pipelines import quickstart
-from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, Interrupted, UsageError
+from fabric_pipelines.errors import (
+    BrokerUnavailable,
+    CheckFailed,
+    Interrupted,
+    StorageFailed,
+    UsageError,
+)
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.telemetry import ProgressBoard
 
@@ -79,11 +86,33 @@ def test_a_stop_says_what_is_kept(
         quickstart.run(home_settings, progress=ProgressBoard(quiet=True))
 
 
+@pytest.mark.parametrize("fault", [BrokerUnavailable("no broker answers"), RuntimeError("disk")])
+def test_a_home_deleted_in_mid_run_is_what_is_said(
+    monkeypatch: pytest.MonkeyPatch, home_settings: Settings, fault: Exception, tmp_path: Path
+) -> None:
+    @contextmanager
+    def gone(*_: object) -> Iterator[None]:
+        shutil.rmtree(home_settings.home)
+        raise fault
+        yield
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "_pull_models", lambda *_: 0.0)
+    monkeypatch.setattr(quickstart, "_prepare", lambda *_: {})
+    monkeypatch.setattr(quickstart, "_services", gone)
+    with pytest.raises(StorageFailed, match="home was deleted while quickstart ran") as said:
+        quickstart.run(home_settings, progress=ProgressBoard(quiet=True))
+    assert said.value.__cause__ is fault
+
+
 def test_running_services_without_a_needed_engine_are_named(
     monkeypatch: pytest.MonkeyPatch, home_settings: Settings
 ) -> None:
     class Client:
-        def __init__(self, *_: object, **__: object) -> None: ...
+        @classmethod
+        def of(cls, settings: Settings, *, role: str) -> Client:
+            return cls()
+
         def __enter__(self) -> Client:
             return self
 

@@ -6,12 +6,15 @@ the name in the certificate, nothing else.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import ssl
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +24,10 @@ import pytest
 
 from fabric_pipelines import settings
 from fabric_pipelines.broker import certificates
+from fabric_pipelines.broker import client as client_module
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.transport import CIPHERS_VARIABLE, Credentials
+from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     FabricError,
@@ -272,6 +277,148 @@ def test_a_certificate_of_another_ca_is_refused_by_both_sides(
             client.hello()
 
 
+def test_a_certificate_past_its_end_opens_nothing(served: Served, tmp_path: Path) -> None:
+    for file in ("ca.pem", "ca.key"):
+        shutil.copy(served.papers / file, tmp_path / file)
+    long_ago = Clock(lambda: 0.0, lambda: 1_500_000_000_000_000)
+    certificates.make(tmp_path, hosts=[], clients=["admin"], days=1, clock=long_ago)
+    with (
+        BrokerClient(
+            served.endpoint,
+            role="admin",
+            timeout_s=3,
+            credentials=credentials_of(tmp_path, "admin"),
+        ) as client,
+        pytest.raises(BrokerUnavailable, match="past its end"),
+    ):
+        client.hello()
+
+
+def test_a_server_whose_certificate_names_another_host_is_not_talked_to(
+    tmp_path: Path, papers: Path
+) -> None:
+    """All of 127/8 is this machine, and the certificate names one address of it."""
+    port = free_port("127.0.0.1", 18_481)
+    broker = Broker(served_settings(tmp_path / "home", papers, f"grpc+tls://0.0.0.0:{port}"))
+    broker.start()
+    mine = credentials_of(papers, "admin")
+    for host in ("127.0.0.1", "localhost"):
+        with BrokerClient(f"grpc+tls://{host}:{port}", role="admin", credentials=mine) as client:
+            assert client.hello().protocol == 1
+    with (
+        BrokerClient(
+            f"grpc+tls://127.0.0.2:{port}", role="admin", timeout_s=3, credentials=mine
+        ) as client,
+        pytest.raises(BrokerUnavailable, match="trust the other's certificate"),
+    ):
+        client.hello()
+    broker.kill()
+
+
+def command(
+    served: Served, folder: Path, certificate: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """`fabric ...` as on another machine: its own home, an address and three files."""
+    environ = {
+        **os.environ,
+        "FABRIC_HOME": str(folder / "elsewhere"),
+        "FABRIC_BROKER_URL": served.endpoint,
+        "FABRIC_TLS_CA": str(served.papers / "ca.pem"),
+        "FABRIC_TLS_CERT": str(served.papers / f"{certificate}.pem"),
+        "FABRIC_TLS_KEY": str(served.papers / f"{certificate}.key"),
+        "FABRIC_TENANT": "acme",
+    }
+    argv = [sys.executable, "-m", "fabric_pipelines", *arguments]
+    return subprocess.run(
+        argv, env=environ, capture_output=True, text=True, timeout=60, check=False, cwd=folder
+    )
+
+
+def test_the_command_on_another_machine_submits_and_looks(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"tokens": [1, 2, 3 + at]}) + "\n" for at in range(5)))
+    engine = "smollm2-135m-instruct@ctranslate2-int8"
+    asked = ("submit", str(file), "--function", "generate", "--engine", engine, "--json")
+    done = command(served, tmp_path, "acme-producer", *asked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["enqueued"] == 5
+    shown = command(served, tmp_path, "acme-producer", "broker", "status", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["ready"] == 5
+    refused = command(served, tmp_path, "acme-producer", "broker", "verify")
+    assert (refused.returncode, refused.stderr.count("\n")) == (WrongRole.exit_code, 1)
+    assert "fabric://acme/producer" in refused.stderr
+    verified = command(served, tmp_path, "admin", "broker", "verify", "--json")
+    assert json.loads(verified.stdout)["ok"], verified.stderr
+    human = command(served, tmp_path, "acme-producer", "broker", "status")
+    assert human.returncode == 0, human.stderr
+    other = command(served, tmp_path, "beta-producer", *asked)
+    assert other.returncode == WrongTenant.exit_code
+    assert "FABRIC_TENANT=beta" in other.stderr
+
+
+def test_a_wire_that_goes_silent_ends_an_upload(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side closes: a machine lost its power, or a firewall forgot the connection."""
+    asked = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    assert asked <= {name for name, _ in client_module.CHANNEL_OPTIONS}
+    quick = [*((name, 500) for name in sorted(asked)), ("grpc.http2.max_pings_without_data", 0)]
+    kept = [each for each in client_module.CHANNEL_OPTIONS if each[0] not in asked]
+    monkeypatch.setattr(client_module, "CHANNEL_OPTIONS", [*kept, *quick])
+    port = int(served.endpoint.rpartition(":")[2])
+    with SilentWire(port) as wire:
+        mine = credentials_of(served.papers, "acme-producer")
+        endpoint = f"grpc+tls://127.0.0.1:{wire.port}"
+
+        def then_silence() -> Iterator[Any]:
+            yield BATCHES[0]
+            wire.silent = True
+            yield tasks_of([20] * 4, seed=1)
+
+        whole = [BATCHES[0], tasks_of([20] * 4, seed=1)]
+        with (
+            BrokerClient(endpoint, role="producer", timeout_s=5, credentials=mine) as client,
+            pytest.raises(BrokerUnavailable),
+        ):
+            client.submit(submission_of(whole, tenant="acme"), then_silence())
+
+
+class SilentWire:
+    """A proxy that takes bytes and, once it is silent, delivers none."""
+
+    def __init__(self, target: int) -> None:
+        self._target, self.silent = target, False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> SilentWire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                if not self.silent:
+                    other.sendall(data)
+
+
 def test_the_name_is_the_first_alternative_name_and_nothing_but_ours_is_taken(
     served: Served, tmp_path: Path
 ) -> None:
@@ -294,7 +441,6 @@ def test_the_name_is_the_first_alternative_name_and_nothing_but_ours_is_taken(
 
 def signed_by(papers: Path, folder: Path, names: tuple[str, ...]) -> Credentials:
     """A client certificate of our CA with any names, as another tool might make it."""
-    import shutil
     import uuid
 
     made = folder / uuid.uuid4().hex

@@ -70,7 +70,7 @@ while True:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
-    flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 1_000}
+    flags = {"home": tmp_path / "home", "segment_bytes": 1 << 20, "lease_ms": 3_000}
     made = Broker(settings.load(flags, {}, tmp_path))
     made.start()
     yield made
@@ -140,11 +140,11 @@ def test_a_producer_that_lost_the_answer_submits_again_and_nothing_is_doubled(
     )
     with broker.client("admin") as client:
         eventually(
-            lambda: client.status().total.enqueued.tasks > 400, within_s=20, what="some batches"
+            lambda: client.status().total.enqueued.tasks > 400, within_s=60, what="some batches"
         )
     broker.kill()
     broker.start()
-    out, errors = producer.communicate(timeout=30)
+    out, errors = producer.communicate(timeout=90)
     assert out.split() == ["8000"], errors
     with broker.client("admin") as client:
         assert client.status().total.ready.tasks == 8000
@@ -262,7 +262,7 @@ def test_sigterm_ends_cleanly_even_under_an_open_upload(broker: Broker) -> None:
     thread = threading.Thread(target=upload)
     thread.start()
     with broker.client("admin") as client:
-        eventually(lambda: client.status().total.enqueued.tasks == 5, within_s=5, what="a batch")
+        eventually(lambda: client.status().total.enqueued.tasks == 5, within_s=60, what="a batch")
     code, errors = broker.end(signal.SIGTERM)
     gone.set()
     thread.join(10)
@@ -344,7 +344,7 @@ def test_a_journal_that_cannot_be_written_ends_the_process_with_one_sentence(
         resource.prlimit(broker.process.pid, resource.RLIMIT_FSIZE, (0, hard))
         with pytest.raises((StorageFailed, BrokerUnavailable)):
             client.submit(submission_of(batches, 1), batches)
-    _, errors = broker.process.communicate(timeout=10)
+    _, errors = broker.process.communicate(timeout=90)
     assert broker.process.returncode == 70
     assert len(errors.splitlines()) == 1
     assert "stopped while writing" in errors
@@ -491,7 +491,7 @@ def test_a_full_broker_is_emptied_and_takes_tasks_again(broker: Broker) -> None:
             producer.submit(*submission_with(mark))
         finish_everything(broker)
         last = submission_with(mark)
-        eventually(lambda: taken(producer, *last), within_s=10, what="room below the mark")
+        eventually(lambda: taken(producer, *last), within_s=60, what="room below the mark")
     with broker.client("admin") as admin:
         status = admin.status()
         assert status.counters["segments_dropped"] >= 1
@@ -530,7 +530,7 @@ def test_a_full_disk_lets_acks_and_retirements_through_and_recovers(
             producer.submit(*submission_with(mark))
         finish_everything(broker)
         again = submission_with(mark)
-        eventually(lambda: taken(producer, *again), within_s=10, what="room on the disk")
+        eventually(lambda: taken(producer, *again), within_s=60, what="room on the disk")
     with broker.client("admin") as admin:
         assert admin.verify().ok
         assert admin.status().counters["segments_dropped"] >= 1

@@ -82,7 +82,7 @@ def test_a_full_disk_refuses_new_work_and_takes_it_once_there_is_room(user: User
         assert json.loads(on.done("broker", "verify", "--json").out)["ok"]
     finally:
         broker.terminate()
-        _, said_broker = broker.communicate()
+        _, said_broker = broker.communicate(timeout=60)
     assert (broker.returncode, said_broker) == (0, "")
 
 

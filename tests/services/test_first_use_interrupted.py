@@ -64,7 +64,7 @@ def test_up_interrupted_twice_does_not_wait_and_everything_ends_by_itself(user: 
     assert supervisor is not None
     with stopped(supervisor):  # so that the first Ctrl-C has something to wait for
         os.killpg(running.pid, signal.SIGINT)
-        eventually(lambda: asked(supervisor), within_s=10, what="the supervisor was asked to stop")
+        eventually(lambda: asked(supervisor), within_s=60, what="the supervisor was asked to stop")
         os.killpg(running.pid, signal.SIGINT)
         assert ended(running) == (130, interrupts.AT_ONCE)
     place = Place.of(user.settings)
@@ -76,7 +76,7 @@ def test_up_interrupted_twice_does_not_wait_and_everything_ends_by_itself(user: 
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
     try:
-        eventually(lambda: psutil.Process(pid).status() == "stopped", within_s=10, what="it stands")
+        eventually(lambda: psutil.Process(pid).status() == "stopped", within_s=60, what="it stands")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -104,7 +104,7 @@ def test_a_wait_for_results_interrupted_once_or_twice_says_what_is_kept(user: Us
             waiting = user.start(*submit)
             eventually(
                 lambda wanted=in_all: enqueued(user) == wanted,  # type: ignore[misc]
-                within_s=30,
+                within_s=60,
                 what="its tasks are in the broker",
             )
             for _ in range(times):

@@ -101,7 +101,7 @@ def test_a_process_that_somebody_runs_by_hand_keeps_reset_away(user: User) -> No
     assert broker.stdout.readline().startswith("broker ready")
     said = user.fabric("reset", "--yes")
     broker.terminate()
-    broker.communicate()
+    broker.communicate(timeout=60)
     assert (said.code, broker.returncode) == (4, 0)
     assert (
         f"is held by a process that runs ({broker.pid}): stop it before you reset" in said.sentence

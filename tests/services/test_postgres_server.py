@@ -136,7 +136,7 @@ def test_a_postmaster_killed_in_mid_landing_recovers_and_the_batch_lands_once(ho
         blocker.execute("begin; lock table fabric.generate in share mode")
         with pytest.raises(DatabaseUnavailable):
             writer.land(second)
-        killer.join()
+        killer.join(timeout=60)
     server.stop()
     server.start()
     assert results.counts(database)["generate"] == 500
@@ -152,7 +152,7 @@ def _kill_when_landing(database: Database, pid: int) -> None:
             lambda: connection.execute(
                 "select from pg_stat_activity where wait_event_type = 'Lock'"
             ).fetchone(),
-            within_s=20,
+            within_s=60,
             what="a landing that waits for the table",
         )
         os.kill(pid, signal.SIGKILL)
@@ -165,11 +165,11 @@ def test_the_server_dies_with_a_killed_parent_and_the_next_one_starts(home: Path
         assert wrapper.stdout.readline().startswith("postgres ready: ")
         pid = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         wrapper.kill()
-        wrapper.wait()
-        eventually(lambda: _gone(pid), within_s=20, what="the server ends with its parent")
+        wrapper.wait(timeout=60)
+        eventually(lambda: _gone(pid), within_s=60, what="the server ends with its parent")
     finally:
         wrapper.kill()
-        wrapper.communicate()
+        wrapper.communicate(timeout=60)
     server = _server(home)
     assert _answers(server.start())
     server.stop()
@@ -180,7 +180,7 @@ def test_sigterm_ends_the_foreground_process_cleanly(home: Path) -> None:
     assert wrapper.stdout is not None
     assert wrapper.stdout.readline().startswith("postgres ready: ")
     wrapper.send_signal(signal.SIGTERM)
-    _, err = wrapper.communicate(timeout=30)
+    _, err = wrapper.communicate(timeout=90)
     assert wrapper.returncode == 0, err
     assert not (home / "postgres" / "postmaster.pid").exists()
 
@@ -191,7 +191,7 @@ def test_a_server_that_ends_by_itself_ends_the_foreground_process_with_1(home: P
     wrapper.stdout.readline()
     pid = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
     os.kill(pid, signal.SIGKILL)
-    _, err = wrapper.communicate(timeout=30)
+    _, err = wrapper.communicate(timeout=90)
     assert wrapper.returncode == 1
     assert "ended by itself" in err
 
@@ -223,7 +223,7 @@ def test_a_server_that_outlived_its_parent_is_stopped_first(home: Path) -> None:
     )
     said: list[str] = []
     server = _server(home, say=said.append)
-    eventually(lambda: _answers(server.url), within_s=20, what="the orphan answers")
+    eventually(lambda: _answers(server.url), within_s=60, what="the orphan answers")
     reaper = threading.Thread(target=orphan.wait)
     reaper.start()
     server.start()
@@ -345,7 +345,7 @@ def test_an_ordinary_user_runs_it_as_itself(folder: Path) -> None:
     line = wrapper.stdout.readline()
     owner = (home / "postgres").stat().st_uid if (home / "postgres").exists() else None
     wrapper.terminate()
-    _, err = wrapper.communicate(timeout=30)
+    _, err = wrapper.communicate(timeout=90)
     assert line.startswith("postgres ready: "), err
     assert (owner, wrapper.returncode) == (65534, 0)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from psycopg import sql
 
-from fabric_pipelines.dataplane import vectors
+from fabric_pipelines.dataplane import content_hash, vectors
+from fabric_pipelines.dataplane import source as sources
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, SchemaError, UsageError
 
@@ -38,46 +39,46 @@ def _corpus(database: Database, kind: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, values
 
 
-def _source(**more: str) -> vectors.Source:
-    return vectors.Source("corpus", "id", "v", **more)
+def _source(**more: str) -> sources.Source:
+    return sources.Source("corpus", "id", "v", **more)
 
 
 @pytest.mark.parametrize("kind", ["halfvec", "vector", "bytea"])
 def test_sql_and_python_hash_the_same_rows_to_the_same_value(database: Database, kind: str) -> None:
     ids, values = _corpus(database, kind)
-    read = vectors.read_source(database, _source())
+    read = sources.read_source(database, _source())
     assert np.array_equal(read.ids, ids)
     assert np.array_equal(read.vectors, values)
-    assert vectors.source_state(database, _source()).content == read.state.content
-    assert vectors.content_hash(ids[::-1], values[::-1], kind) == read.state.content
+    assert sources.source_state(database, _source()).content == read.state.content
+    assert content_hash.content_hash(ids[::-1], values[::-1], kind) == read.state.content
 
 
 def test_a_changed_row_changes_its_own_bucket_only(database: Database) -> None:
     ids, values = _corpus(database, "halfvec")
-    before = vectors.content_hash(ids, values)
+    before = content_hash.content_hash(ids, values)
     values[5, 0] += 1
-    assert vectors.content_hash(ids, values).moved_buckets(before) == [int(ids[5]) & 1023]
+    assert content_hash.content_hash(ids, values).moved_buckets(before) == [int(ids[5]) & 1023]
 
 
 def test_a_filter_and_its_percent_sign_reach_the_database_as_written(database: Database) -> None:
     ids, _ = _corpus(database, "halfvec")
-    read = vectors.read_source(database, _source(filter="part % 2 = 1 and '{}' = '{}'"))
+    read = sources.read_source(database, _source(filter="part % 2 = 1 and '{}' = '{}'"))
     assert np.array_equal(read.ids, ids[1::2])
-    state = vectors.source_state(database, read.state.source)
+    state = sources.source_state(database, read.state.source)
     assert state.content == read.state.content
 
 
 def test_a_content_hash_survives_json(database: Database) -> None:
     ids, values = _corpus(database, "halfvec")
-    content = vectors.content_hash(ids, values)
-    assert vectors.ContentHash.from_json(content.as_json()) == content
+    content = content_hash.content_hash(ids, values)
+    assert content_hash.ContentHash.from_json(content.as_json()) == content
 
 
 def test_an_empty_source_has_an_empty_hash(database: Database) -> None:
-    read = vectors.read_source(database, vectors.Source("fabric.embed"))
+    read = sources.read_source(database, sources.Source("fabric.embed"))
     assert read.ids.size == 0
     assert read.state.content.rows == 0
-    assert vectors.source_state(database, vectors.Source("fabric.embed")).content.rows == 0
+    assert sources.source_state(database, sources.Source("fabric.embed")).content.rows == 0
 
 
 def test_vectors_of_unequal_length_are_refused(database: Database) -> None:
@@ -85,22 +86,22 @@ def test_vectors_of_unequal_length_are_refused(database: Database) -> None:
         connection.execute("create table corpus (id bigint, v halfvec)")
         connection.execute("insert into corpus values (1, '[1,2]'), (2, '[1,2,3]')")
     with pytest.raises(SchemaError, match="one dimension"):
-        vectors.read_source(database, _source())
+        sources.read_source(database, _source())
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (vectors.Source("nowhere"), "no relation"),
-        (vectors.Source("fabric.embed", "nothing"), "no column"),
-        (vectors.Source("fabric.embed", "task_id", "engine"), "is text"),
+        (sources.Source("nowhere"), "no relation"),
+        (sources.Source("fabric.embed", "nothing"), "no column"),
+        (sources.Source("fabric.embed", "task_id", "engine"), "is text"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(
-    database: Database, source: vectors.Source, said: str
+    database: Database, source: sources.Source, said: str
 ) -> None:
     with pytest.raises(SchemaError, match=said):
-        vectors.read_source(database, source)
+        sources.read_source(database, source)
 
 
 def test_a_shard_has_one_holder_until_its_lease_ends(database: Database) -> None:

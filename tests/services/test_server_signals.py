@@ -45,7 +45,7 @@ def test_a_statement_that_waits_for_a_lock_is_seen_unless_it_is_ours(database: D
         with database.session() as own:
             gauge = Gauge(own)
             eventually(
-                lambda: gauge.read("nobody").lock_waiters == 2, within_s=10, what="two that wait"
+                lambda: gauge.read("nobody").lock_waiters == 2, within_s=60, what="two that wait"
             )
             assert gauge.read(APPLICATION).lock_waiters == 1
         holder.rollback()
@@ -87,8 +87,8 @@ def test_indexes_and_triggers_make_a_table_dearer_before_it_is_written_to(
             "create trigger noted after insert on fabric.embed execute function fabric.noted()"
         )
         parts = Gauge(connection).parts(TABLES)
-    assert parts["fabric.embed"] == ["brin", "btree", "statement trigger"]
-    assert parts["fabric.generate"] == []
+    assert parts["fabric.embed"] == ["brin", "brin", "btree", "statement trigger"]
+    assert parts["fabric.generate"] == ["brin"], "the one of the schema itself"
     valve = Valve(Limits())
     valve.built_of(parts)
     assert valve.as_json()["prices"]["fabric.embed"]["parts"] == parts["fabric.embed"]

@@ -12,7 +12,7 @@ import pytest
 
 from fabric_pipelines import shards
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
-from fabric_pipelines.dataplane import vectors
+from fabric_pipelines.dataplane import source, vectors
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, SchemaError
@@ -46,7 +46,7 @@ def test_landed_rows_become_a_shard_that_searches_like_brute_force(
 ) -> None:
     land(database)
     generation = build(database, tmp_path, submission_id="5" * 64)
-    rows = vectors.read_source(database, vectors.Source())
+    rows = source.read_source(database, source.Source())
     with shards.open_shard(database, tmp_path, "corpus") as shard:
         _, found = shard.search(rows.vectors[:12], 10)
         _, truth, _ = flat_topk(rows.vectors[:12], rows.vectors, rows.ids, 10, metric="cosine")

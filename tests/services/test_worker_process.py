@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,19 @@ PROMPTS = [[1 + n % 40, 2, 3 + n] for n in range(120)]
 
 def ended(worker: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
     """The counters that a worker prints at its end."""
-    out, err = worker.communicate(timeout=40)
+    out, err = worker.communicate(timeout=90)
     assert worker.returncode == code, err
     report: dict[str, Any] = json.loads(out) if out else {}
     return report
+
+
+def held(folder: Path, *, after: int) -> dict[str, Any]:
+    """A script of an engine that stands still after so many steps, until `go_on`."""
+    return {"hold_after": after, "hold_until": str(folder / "go")}
+
+
+def go_on(folder: Path) -> None:
+    (folder / "go").touch()
 
 
 def expect_every_result(on: Stage) -> None:
@@ -44,13 +54,14 @@ def test_a_worker_computes_everything_once_and_ends_with_its_counters() -> None:
         expect_every_result(on)
 
 
-def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run() -> None:
+def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run(tmp_path: Path) -> None:
     with stage() as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(until_idle=True, script={"step_s": 0.05})
+        worker = on.start_worker(until_idle=True, script=held(tmp_path, after=5))
         on.reached("computed", 20)
         on.kill_broker()
         on.start_broker()
+        go_on(tmp_path)
         report = ended(worker)
         assert on.total()["computed"] == len(PROMPTS)
         assert report["ok"] == len(PROMPTS), "what was finished or running was not run again"
@@ -58,12 +69,23 @@ def test_a_broker_killed_in_mid_run_costs_no_result_and_no_second_run() -> None:
         expect_every_result(on)
 
 
-def test_sigterm_drains_and_hands_back_what_did_not_start() -> None:
+def test_sigterm_drains_and_hands_back_what_did_not_start(tmp_path: Path) -> None:
     with stage() as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(script={"step_s": 0.05}, profile=[4, 64, 256, 400])
+        worker = on.start_worker(script=held(tmp_path, after=2), profile=[4, 64, 256, 400])
         on.reached("computed", 8)
+        full = eventually(
+            lambda: (found := on.total())["leased"] >= 40 and found,
+            within_s=60,
+            what="its window is full",
+        )
         worker.send_signal(signal.SIGTERM)
+        eventually(
+            lambda: on.total()["leased"] < full["leased"],
+            within_s=60,
+            what="it hands back what did not start",
+        )
+        go_on(tmp_path)
         report = ended(worker)
         total = on.total()
         assert total["leased"] == 0
@@ -73,13 +95,13 @@ def test_sigterm_drains_and_hands_back_what_did_not_start() -> None:
         expect_every_result(on)
 
 
-def test_a_killed_workers_tasks_come_back_when_its_leases_run_out() -> None:
+def test_a_killed_workers_tasks_come_back_when_its_leases_run_out(tmp_path: Path) -> None:
     with stage(lease_ms=1500) as on:
         on.submit(PROMPTS)
-        worker = on.start_worker(script={"step_s": 0.05}, profile=[4, 64, 256, 400])
+        worker = on.start_worker(script=held(tmp_path, after=2), profile=[4, 64, 256, 400])
         on.reached("computed", 8)
         worker.kill()
-        worker.communicate()
+        worker.communicate(timeout=60)
         assert on.total()["leased"] > 0
         on.start_worker(script={"step_s": 0.0})
         on.reached("computed", len(PROMPTS))
@@ -103,7 +125,7 @@ def test_a_task_that_brings_engines_down_is_found_by_halving_and_blamed_alone() 
         engine = {"until_idle": True, "script": {"poison_rows": [5]}, "profile": [8, 64, 256, 0]}
         for _ in range(12):  # a supervisor would start the next one
             worker = on.start_worker(**engine)
-            worker.communicate(timeout=40)
+            worker.communicate(timeout=90)
             if worker.returncode == 0:
                 break
         with on.client("completion") as client:
@@ -120,7 +142,7 @@ def test_a_second_worker_on_a_device_is_refused_with_the_pid_of_the_first() -> N
         first = on.start_worker()
         on.reached("computed", 8)
         second = on.start_worker()
-        _, err = second.communicate(timeout=20)
+        _, err = second.communicate(timeout=90)
         assert second.returncode == 4
         assert f"pid {first.pid}" in err
         assert "Traceback" not in err
@@ -133,7 +155,7 @@ def test_at_the_high_water_mark_workers_hold_until_results_have_landed() -> None
         on.submit(PROMPTS)
         worker = on.start_worker(script={"step_s": 0.01}, profile=[4, 16, 64, 16])
         on.reached("computed", 20)
-        eventually(lambda: on.total()["leased"] == 0, within_s=20, what="the worker holds")
+        eventually(lambda: on.total()["leased"] == 0, within_s=60, what="the worker holds")
         with on.client("completion") as client:
             landed: dict[int, list[int]] = {}
 
@@ -147,7 +169,7 @@ def test_at_the_high_water_mark_workers_hold_until_results_have_landed() -> None
 
             held = on.total()
             assert held["computed"] < 20 + 3 * 16, "work beyond the mark is only what was in hand"
-            eventually(land, within_s=30, what="all results are pulled")
+            eventually(land, within_s=60, what="all results are pulled")
         worker.terminate()
         report = ended(worker)
         assert on.total()["retired"] == len(PROMPTS)

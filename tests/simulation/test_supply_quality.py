@@ -52,6 +52,13 @@ def test_slots_are_busy_but_for_the_end(found: dict[str, Any]) -> None:
     alone, two, _ = found["consumers"]
     assert alone["idle"] <= 0.04
     assert two["idle"] <= 0.08
+    assert alone["idle_end"] <= 0.45
+    assert two["idle_end"] <= 0.65
+
+
+def test_everything_was_handed_out_once_and_the_ledger_says_so(found: dict[str, Any]) -> None:
+    assert found["differences"] == 0
+    assert len(found["consumers"]) == 3
 
 
 def test_the_table_shows_every_figure(found: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.sim_disk import SimDisk
 from tests.support_broker import (
+    BURIED,
     EMBED,
     GENERATE,
     LARGE,
@@ -245,10 +246,13 @@ class BrokerMachine(RuleBasedStateMachine):
             return
         good = [r["task_id"] for r in pulled.to_pylist() if r["status"] == "ok"]
         bad = [r["task_id"] for r in pulled.to_pylist() if r["status"] != "ok"]
-        for ids, settle, state in (
-            (good, self.bench.retire, "retired"),
-            (bad, self.bench.bury, "dead"),
-        ):
+        rounds = {r["task_id"]: r["requeues"] for r in pulled.to_pylist()}
+
+        def bury(ids: list[int]) -> int:
+            counts = np.array([rounds[at] for at in ids], np.uint8)
+            return self.bench.owner.settle(np.array(ids), BURIED, dead=True, requeues=counts)
+
+        for ids, settle, state in ((good, self.bench.retire, "retired"), (bad, bury, "dead")):
             if ids:
                 assert settle(ids) == len(ids)
                 assert settle(ids) == 0
@@ -256,6 +260,24 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.twin.tasks[at].state == "computed"
                 assert self.twin.tasks[at].good == (state == "retired")
                 self.twin.tasks[at].state = state
+        self.commit()
+
+    @precondition(lambda self: self.twin.ids("dead"))
+    @rule(data=st.data())
+    def requeue(self, data: st.DataObject) -> None:
+        """Some dead tasks, and one that may be anything, are tried again; the second time changes nothing."""
+        dead = data.draw(st.lists(st.sampled_from(self.twin.ids("dead")), min_size=1, unique=True))
+        named = np.array([*dead, data.draw(st.sampled_from(sorted(self.twin.tasks)))], np.int64)
+        now_dead = {at for at in named.tolist() if self.twin.tasks[at].state == "dead"}
+        reply = self.bench.owner.requeue(named, "test")
+        assert reply.requeued + reply.gone == len(now_dead)
+        assert self.bench.owner.requeue(named, "test").requeued == 0
+        for at, state in zip(named.tolist(), self.bench.owner.states(named), strict=True):
+            task = self.twin.tasks[at]
+            if at in now_dead and state == "ready":
+                self.twin.tasks[at] = TwinTask(task.tokens)
+        if not isinstance(self.bench, DiskBench):
+            assert reply.gone == 0
         self.commit()
 
     @rule(rows=st.integers(1, 4))
@@ -364,6 +386,7 @@ class UpkeepMachine(BrokerMachine):
     @rule()
     def verify(self) -> None:
         assert self.bench.owner.verify().differences == []
+        self.commit()  # verify commits first, leases too that nobody waited for
 
 
 TestBrokerWithUpkeep = UpkeepMachine.TestCase

@@ -177,6 +177,10 @@ def last_note(disk: SimDisk, name: str) -> int:
 
 @pytest.fixture
 def cut_group() -> Image:
+    return make_cut_group()
+
+
+def make_cut_group() -> Image:
     """Group (2, 3) lost its first sector only: frame 3 and its COMMIT are readable behind the cut."""
     disk = SimDisk()
     with opened(disk) as journal:

@@ -43,14 +43,14 @@ class Desk:
     ) -> None:
         return None
 
-    def submit(self, header: Submission, batches: Iterable[pa.RecordBatch]) -> None:
+    def submit(self, header: Submission, batches: Iterable[pa.RecordBatch], **_: object) -> None:
         self.taken.append((header, list(batches)))
 
 
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     made = Desk()
-    monkeypatch.setattr(api, "BrokerClient", lambda *_, **__: made)
+    monkeypatch.setattr(api.BrokerClient, "of", lambda *_, **__: made)
     monkeypatch.setattr("fabric_pipelines.models.tokeniser", lambda *_: WordTokeniser())
     return made
 

@@ -157,7 +157,7 @@ def test_with_fabric_debug_the_trace_is_kept(home: Path, monkeypatch: pytest.Mon
     ("words", "said"),
     [
         (("no-such-command",), "No such command 'no-such-command': `fabric --help` shows"),
-        (("broker", "dance"), "No such command 'dance': `fabric broker --help` shows"),
+        (("broker", "juggle"), "No such command 'juggle': `fabric broker --help` shows"),
         (("status", "--nope"), "No such option: --nope: `fabric status --help` shows"),
         (
             ("--nope", "status"),

@@ -71,7 +71,8 @@ class EndlessSource:
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int:
         return len(task_ids)
 
-    dead = retire
+    def dead(self, task_ids: Any, confirmation: Confirmation, *, requeues: Any = None) -> int:
+        return len(task_ids)
 
     def release_pulled(self) -> None:
         """Nobody else wants them."""

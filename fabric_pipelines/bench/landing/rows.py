@@ -45,6 +45,7 @@ def batch(function: str, rows: int, first: int, seed: int = 0) -> pa.RecordBatch
         "engine": _same("all-minilm-l6-v2@onnxruntime-fp32", rows),
         "engine_fingerprint": _same("f" * 64, rows),
         "metadata": _same(b"", rows),
+        "requeues": _same(0, rows),
     }
     columns = []
     for field in PULLED_SCHEMA:

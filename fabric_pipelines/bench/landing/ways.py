@@ -9,12 +9,11 @@ the merge casts. Uses what is installed, installs nothing.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import psycopg
 import pyarrow as pa
-from psycopg import sql
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.encode import Column
@@ -103,7 +102,7 @@ class _Staged:
         )
 
 
-class _Psycopg(_Staged):
+class _Psycopg(_Staged, ABC):
     kinds: dict[str, str] = _STAGED
 
     def __init__(self, url: str) -> None:
@@ -130,8 +129,9 @@ class _Psycopg(_Staged):
         self._connection.commit()
         return sent
 
+    @abstractmethod
     def _send(self, cursor: psycopg.Cursor, sink: Sink, batch: pa.RecordBatch) -> int | None:
-        raise NotImplementedError
+        """Bring the rows to the stage; bytes of the COPY stream, if there is one."""
 
 
 class ExecuteMany(_Psycopg):
@@ -249,8 +249,3 @@ def _plain_columns(sink: Sink, batch: pa.RecordBatch) -> pa.RecordBatch:
 def _python_rows(sink: Sink, batch: pa.RecordBatch) -> Any:
     columns = _plain_columns(sink, batch)
     return zip(*(column.to_pylist() for column in columns.columns), strict=True)
-
-
-def halfvec_of(connection: psycopg.Connection) -> bool:
-    found = connection.execute(sql.SQL("select to_regtype('halfvec') is not null")).fetchone()
-    return bool(found and found[0])

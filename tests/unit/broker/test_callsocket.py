@@ -21,6 +21,7 @@ from fabric_pipelines.broker.callsocket import (
 from fabric_pipelines.broker.envelope import Part, unpack
 from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.errors import BrokerUnavailable, SchemaError, SettingsError
+from tests.support import eventually
 
 
 class Echo:
@@ -144,11 +145,10 @@ def test_what_was_asked_before_the_end_is_answered(
         target=lambda: answers.append(connection.call("last", {}, (), 10.0)[0])
     )
     asking.start()
-    while not echo.seen:
-        threading.Event().wait(0.001)
+    eventually(lambda: bool(echo.seen), within_s=60, what="the server has seen the call")
     threading.Timer(0.05, echo.gate.set).start()
     server.close()
-    asking.join()
+    asking.join(timeout=30)
     connection.close()
     assert answers == [{"name": "last"}]
     assert not path.exists()
@@ -170,3 +170,26 @@ def test_only_its_owner_may_call_and_its_name_is_its_own(path: Path, server: Cal
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(SettingsError, match="set FABRIC_BROKER_URL to another name"):
         path_beside(path)
+
+
+def test_a_server_that_ends_while_callers_come_in_waits_for_no_thread_that_never_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the note of a connection and the start of its thread `close` once found a thread it could not join."""
+    begun = threading.Event()
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            if self.name == "broker-call":
+                begun.set()
+                threading.Event().wait(0.1)
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    path = path_beside(tmp_path / "broker.sock")
+    server = CallServer(path, Echo(), error_head)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))
+        assert begun.wait(30)
+        server.close()
+    assert not path.exists()

@@ -192,7 +192,7 @@ def test_live_rows_of_a_mostly_dead_front_are_copied_forward_under_their_ids(
     bench.submit(header, [slow])
     first_id = bench.owner.submission(header.submission_id).first_task_id  # type: ignore[union-attr]
     for mark in range(10):
-        work(bench, mark, land=20)
+        work(bench, mark, land=22)
         bench.checkpoint()
         if mark == 4:
             drain(bench)
@@ -441,12 +441,12 @@ def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     derived = {"by_submission", "session_leases", "lane_of", "refused", "recounter"}
     saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
     saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
-    saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames"}
-    saved |= {"classes", "suspects"}
+    saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames", "cold"}
+    saved |= {"classes", "suspects", "requeues"}
     assert set(vars(State(1))) == saved | derived
     index = {"count", "_capacity", "_columns", "base", "frames", "done_frames", "moved", *COLUMNS}
     assert set(vars(State(1).index)) == index
     lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
-    assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting"}
+    assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting", "away"}
     record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
     assert set(SubmissionRecord.__dataclass_fields__) == record

@@ -21,11 +21,13 @@ from fabric_pipelines.broker.facts import (
     Leased,
     Moved,
     MovedComputed,
+    Requeued,
     Returned,
     Settled,
     Started,
     SubmissionClosed,
     SubmissionOpened,
+    Uploaded,
     decode,
     kind_of,
     numbers_of,
@@ -46,6 +48,7 @@ FACTS: list[Fact] = [
     Computed("w", THREE, VERDICTS, np.array([1, 0, 7], np.int32), 12, b"ipc"),
     Computed("w", THREE, VERDICTS, np.array([1, 0, 7], np.int32), 12, b"ipc", "m#f/8x512x0"),
     GivenUp("no class is left", THREE),
+    Requeued("there is a larger card now", THREE),
     Returned("w", "given back", False, False, THREE, VERDICTS),
     Returned("w", "ran out", True, True, THREE, VERDICTS),
     Settled(False, THREE, "postgres", {"cluster": "c", "xid": 1, "table": "t"}),
@@ -56,6 +59,7 @@ FACTS: list[Fact] = [
     Dropped(60, 70, "d" * 64),
     Moved(np.array([3, 4, 5, 9, 11, 12], np.int64), np.array([0, 2], np.int64), b"arrow"),
     MovedComputed(THREE, b"arrow"),
+    Uploaded(3, 1000, 1999, 5 << 20, 0xDEADBEEF),
 ]
 
 
@@ -94,6 +98,17 @@ def test_a_shortened_fact_is_corruption_and_says_where(fact: Fact) -> None:
 def test_a_kind_of_a_newer_broker_is_refused_by_name() -> None:
     with pytest.raises(CorruptionFound, match="kind 99"):
         decode(99, b"".join(pack({})), "LSN 3")
+
+
+def test_an_uploaded_fact_is_the_bytes_it_always_was() -> None:
+    """Written by the first version that had a cold tier; FORMAT.md, kind 18."""
+    old = bytes.fromhex(
+        "4f00000031465046"
+        + b'{"crc32c":3735928559,"epoch":3,"first_lsn":1000,"last_lsn":1999,"size":5242880}'.hex()
+    )
+    fact = Uploaded(3, 1000, 1999, 5 << 20, 0xDEADBEEF)
+    assert b"".join(fact.encode()).rstrip(b"\0") == old
+    assert decode(18, b"".join(fact.encode()), "here") == fact
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))

@@ -442,10 +442,6 @@ def test_nothing_is_retired_that_was_not_computed(bench: Bench) -> None:
     bench.finish(lease)
     with pytest.raises(UsageError, match="retires nothing"):
         bench.owner.settle(np.array(ids_of(lease)), BURIED, dead=False)
-    with pytest.raises(UsageError, match="cannot be buried"):
-        bench.bury(ids_of(lease))
-    assert bench.retire(ids_of(lease)) == 8
-    assert bench.retire(ids_of(lease)) == 0
 
 
 def test_a_status_of_an_unknown_word_is_refused(bench: Bench) -> None:
@@ -547,12 +543,26 @@ def test_a_failed_fsync_is_the_end_and_nothing_is_acknowledged() -> None:
     assert bench.counts() == {"ready": 8}
 
 
-def test_a_draining_broker_takes_no_new_tasks_and_finishes_the_rest() -> None:
+def test_a_draining_broker_gives_and_takes_nothing_and_finishes_what_runs() -> None:
     bench = filled(Bench())
+    held = bench.lease(budget=Budget(3, 1 << 20, None))
+    assert held is not None
     bench.owner.drain()
-    with pytest.raises(Backpressure, match="drains"):
-        bench.owner.open_submission(submission_of([tasks_of([4])], 1))
+    with pytest.raises(Backpressure, match="drain --undo"):
+        bench.owner.open_submission(submission_of([tasks_of([4])], 2))
+    lease, reason = bench.owner.lease("w", PLENTY, -1)
+    assert (lease, "drains" in reason) == (None, True)
+    assert bench.owner.renew("w").hold
+    assert bench.finish(held).accepted == 3
+    assert bench.retire(bench.pull()) == 3
+    assert bench.counts() == {"ready": 5, "retired": 3}
+    assert bench.owner.status().draining
+    bench.owner.drain(undo=True)
     assert bench.lease() is not None
+    bench.submit(submission_of([tasks_of([4])], 3), [tasks_of([4])])
+    bench.owner.drain()
+    bench.crash()
+    assert not bench.owner.draining
 
 
 # -- restarts

@@ -275,14 +275,14 @@ def test_the_roster_waits_for_the_lost_and_not_for_those_who_left() -> None:
     for session, kind in (("a", "x"), ("b", "x"), ("c", "y")):
         roster.came(session, kind, "m")
     roster.left("a")
-    assert roster.known("m") == {"x", "y"}
+    assert roster.known("m", "t") == {"x", "y"}
     roster.left("b")
     roster.lost("c", 100.0)
-    assert (roster.known("m"), roster.known("other")) == ({"y"}, set())
+    assert (roster.known("m", "t"), roster.known("other", "t")) == ({"y"}, set())
     roster.forget(139.0)
-    assert roster.known("m") == {"y"}
+    assert roster.known("m", "t") == {"y"}
     roster.forget(140.0)
-    assert roster.known("m") == set()
+    assert roster.known("m", "t") == set()
 
 
 def test_lanes_that_others_refused_are_served_first_by_those_who_can() -> None:

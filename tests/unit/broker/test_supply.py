@@ -181,5 +181,5 @@ def test_a_log_written_by_the_old_rule_gives_the_lanes_it_gave() -> None:
 
 
 def test_leaders_are_those_that_share_nothing_with_the_one_before() -> None:
-    grant = Grant(1, None, np.arange(3), np.array([0, 96, 0]))  # type: ignore[arg-type]
+    grant = Grant(1, None, np.arange(3), np.array([0, 96, 0]), 3)  # type: ignore[arg-type]
     assert grant.leader.tolist() == [True, False, True]

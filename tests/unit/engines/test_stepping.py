@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task
 from tests.support import eventually
-from tests.tiny_models import drain, lease_of
+from tests.tiny_models import drain, lease_of, polled_until_it_fails
 
 MANIFEST = EngineManifest("toy 1", "Toy", "none", "none", 1, 2, 100, 10, 20)
 ANY = {"kind": "generate"}
@@ -105,7 +106,7 @@ def test_the_next_step_starts_before_the_last_is_handed_out(engine: Toy, gate: G
     engine.submit(lease_of([[1]] * 4, ANY))
     (first,) = engine.poll(30)
     assert first.column("task_id").to_pylist() == [0, 1]
-    eventually(lambda: len(gate.steps) == 2, within_s=30, what="the second step started unasked")
+    eventually(lambda: len(gate.steps) == 2, within_s=60, what="the second step started unasked")
 
 
 @pytest.mark.parametrize(
@@ -145,15 +146,9 @@ def test_an_engine_that_keeps_failing_says_so_and_loses_no_task(engine: Toy, gat
     gate.opened.set()
     gate.faults.extend(RuntimeError("broken") for _ in range(3))
     engine.submit(lease_of([[1]] * 6, ANY))
-    returned: list[int] = []
-
-    def work() -> None:
-        for _ in range(10):
-            for batch in engine.poll(30):
-                returned.extend(batch.column("task_id").to_pylist())
-
+    returned: dict[int, Any] = {}
     with pytest.raises(EngineFailed, match="failed 3 steps in a row, last with: broken"):
-        work()
+        polled_until_it_fails(engine, returned)
     assert sorted([*returned, *engine.unfinished()]) == list(range(6))
 
 

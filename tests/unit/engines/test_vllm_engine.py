@@ -18,7 +18,7 @@ from fabric_pipelines.worker.engines.checkpoint import QWEN_7B_SHAPE, describe
 from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.vllm import VllmEngine
 from tests.support import eventually
-from tests.tiny_models import drain, lease_of
+from tests.tiny_models import drain, lease_of, polled_until_it_fails
 from tests.unit.engines.vllm_over_standin import EOS, FACTS, VllmOverStandin, expected
 
 GREEDY = {"kind": "generate", "temperature": 0.0}
@@ -222,14 +222,8 @@ def test_a_dead_scheduler_is_an_engine_failure_after_what_had_ended(made: VllmOv
         lease_of(PROMPTS[:8], {**GREEDY, "ignore_eos": True}, new=[2, 2, 2, 2, 9, 9, 9, 9])
     )
     rows: dict[int, Any] = {}
-
-    def work() -> None:
-        for _ in range(100):
-            for batch in engine.poll(5.0):
-                rows.update((row["task_id"], row) for row in batch.to_pylist())
-
     with pytest.raises(EngineFailed, match="EngineDeadError"):
-        work()
+        polled_until_it_fails(engine, rows)
     assert sorted(rows) == [0, 1, 2, 3]
     assert engine.unfinished() == [4, 5, 6, 7]
     assert engine.withdraw_unstarted() == [], "whoever was inside may be to blame"
@@ -241,23 +235,24 @@ def test_a_killed_scheduler_that_leaves_a_step_blocked_is_noticed(made: VllmOver
     made.faults.killed.set()
     engine.submit(lease_of(PROMPTS[:8], GREEDY, new=9))
     with pytest.raises(EngineFailed, match="scheduler process has ended"):
-        [engine.poll(0.02) for _ in range(1000)]
+        polled_until_it_fails(engine, {}, wait_s=0.02)
     assert engine.unfinished() == list(range(8))
     assert engine.withdraw_unstarted() == []
     engine.close()
 
 
 def test_what_runs_is_kept_when_the_rest_is_taken_back(made: VllmOverStandin) -> None:
-    made.faults.step_s = 0.01
+    made.faults.step_s = 0.05  # five seconds in which this thread has to come by once
     engine = made.open()
-    engine.submit(lease_of(PROMPTS[:10], {**GREEDY, "ignore_eos": True}, new=30))
+    engine.submit(lease_of(PROMPTS[:10], {**GREEDY, "ignore_eos": True}, new=100))
     states = engine.llm.llm_engine.output_processor.request_states
     eventually(
         lambda: sum(not state.is_prefilling for state in list(states.values())) == 4,
-        within_s=20,
+        within_s=60,
         what="a batch of four runs",
     )
     assert engine.withdraw_unstarted() == list(range(4, 10))
+    made.faults.step_s = 0.0
     assert sorted(drain(engine)) == [0, 1, 2, 3]
     engine.close()
 
@@ -270,7 +265,7 @@ def test_a_wedged_runtime_is_said_after_its_time(
     engine = made.open()
     engine.submit(lease_of([[1]], GREEDY, new=20))
     with pytest.raises(EngineFailed, match="made no step for"):
-        [engine.poll(0.1) for _ in range(50)]
+        polled_until_it_fails(engine, {}, wait_s=0.1)
     engine.close()
 
 

@@ -18,6 +18,7 @@ UUID = bytes(range(16))
 SALT = google_crc32c.value(UUID)
 SEGMENT, COMMIT, DURABLE, SEAL, OPENED = 0xFF01, 0xFF02, 0xFF03, 0xFF04, 0xFF05
 SEGMENT_BYTES = 4096
+FORMATS = pytest.mark.parametrize("journal_format", [1, 2])  # 1 is read and continued for ever
 
 
 def frame(kind: int, lsn: int, payload: bytes, *, schema: int = 0, rows: int = 0) -> bytes:
@@ -32,22 +33,23 @@ def control(kind: int, first: int, last: int, durable: int, *, chain: int, opens
     return frame(kind, last, struct.pack("<QQQQII16s", first, last, durable, 1, chain, opens, UUID))
 
 
-def chain_of(*frames: bytes) -> int:
-    return google_crc32c.value(b"".join(made[:64] for made in frames))
+def chain_of(journal_format: int, *frames: bytes) -> int:
+    covered = 64 if journal_format == 1 else 60
+    return google_crc32c.value(b"".join(made[:covered] for made in frames))
 
 
-def segment_by_hand() -> bytes:
+def segment_by_hand(journal_format: int) -> bytes:
     start = control(SEGMENT, 0, 0, 0, chain=0, opens=0)
     frames = [control(OPENED, 0, 0, 0, chain=0)]
     frames += [frame(7, 1, b"hello", schema=3, rows=2), frame(8, 2, bytes(64))]
-    frames.append(control(COMMIT, 1, 2, 0, chain=chain_of(*frames)))
-    frames.append(control(DURABLE, 2, 2, 2, chain=chain_of(*frames)))
+    frames.append(control(COMMIT, 1, 2, 0, chain=chain_of(journal_format, *frames)))
+    frames.append(control(DURABLE, 2, 2, 2, chain=chain_of(journal_format, *frames)))
     return b"".join([start, *frames])
 
 
-def journal_by_hand(folder: Path, content: bytes) -> None:
+def journal_by_hand(folder: Path, content: bytes, journal_format: int) -> None:
     folder.mkdir()
-    identity = {"format": 1, "journal_id": UUID.hex(), "incarnation": 5}
+    identity = {"format": journal_format, "journal_id": UUID.hex(), "incarnation": 5}
     (folder / "identity.json").write_text(json.dumps(identity))
     (folder / "00000001.segment").write_bytes(content.ljust(SEGMENT_BYTES, b"\0"))
 
@@ -69,8 +71,17 @@ def frames_of(content: bytes) -> Iterator[tuple[int, int, bytes]]:
         offset += 64 + size
 
 
-def test_bytes_made_from_the_page_are_a_journal(tmp_path: Path) -> None:
-    journal_by_hand(tmp_path / "j", segment_by_hand())
+def headers_of(content: bytes) -> list[bytes]:
+    found, offset = [], 0
+    while content[offset : offset + 4] == b"FPJ\1":
+        found.append(content[offset : offset + 64])
+        offset += 64 + (struct.unpack_from("<Q", content, offset + 40)[0] + 63) // 64 * 64
+    return found
+
+
+@FORMATS
+def test_bytes_made_from_the_page_are_a_journal(tmp_path: Path, journal_format: int) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand(journal_format), journal_format)
     with Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES) as journal:
         assert (journal.journal_id, journal.incarnation) == (UUID.hex(), 5)
         assert journal.recovered.recorded_durable_lsn == 2
@@ -80,8 +91,9 @@ def test_bytes_made_from_the_page_are_a_journal(tmp_path: Path) -> None:
     assert (bytes(first.payload), bytes(second.payload)) == (b"hello", bytes(64))
 
 
-def test_the_journal_writes_what_the_page_says(tmp_path: Path) -> None:
-    journal_by_hand(tmp_path / "j", segment_by_hand())
+@FORMATS
+def test_the_journal_writes_what_the_page_says(tmp_path: Path, journal_format: int) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand(journal_format), journal_format)
     with Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES) as journal:
         journal.append(9, [b"ab", b"c"], rows=1, time_us=1)
         journal.commit()
@@ -91,13 +103,17 @@ def test_the_journal_writes_what_the_page_says(tmp_path: Path) -> None:
     assert kinds == [SEGMENT, OPENED, 7, 8, COMMIT, DURABLE, OPENED, 9, COMMIT, DURABLE]
     assert [lsn for _, lsn, _ in found] == [0, 0, 1, 2, 2, 2, 2, 3, 3, 3]
     assert found[7][2] == b"abc"
-    first, last, durable, low, _, opens, uuid = struct.unpack("<QQQQII16s", found[8][2])
+    first, last, durable, low, chain, opens, uuid = struct.unpack("<QQQQII16s", found[8][2])
     assert (first, last, durable, low, opens, uuid) == (3, 3, 2, 1, 2, UUID)
+    headers = headers_of(content)
+    commit = kinds.index(COMMIT, 5)
+    assert chain == chain_of(journal_format, *headers[1:commit])
     assert struct.unpack_from("<QQQ", found[9][2]) == (3, 3, 3)
 
 
-def test_a_segment_of_another_journal_is_refused(tmp_path: Path) -> None:
-    journal_by_hand(tmp_path / "j", segment_by_hand())
+@FORMATS
+def test_a_segment_of_another_journal_is_refused(tmp_path: Path, journal_format: int) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand(journal_format), journal_format)
     identity = tmp_path / "j" / "identity.json"
     identity.write_text(identity.read_text().replace(UUID.hex(), UUID[::-1].hex()))
     with pytest.raises(CorruptionFound, match="belongs to journal 000102"):
@@ -124,3 +140,15 @@ def test_an_index_file_is_what_the_page_says_and_one_made_from_it_is_believed(
     with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES, lazy=True) as journal:
         assert journal._segments[0].unread == bytearray(b"\1\1\1")
         assert journal.lsns_of(6) == [2]
+
+
+def test_the_chain_depends_on_what_the_frames_hold() -> None:
+    """That of format 1 did not: each header ends in its own CRC, and a CRC over both is the same for all."""
+    one, other = frame(7, 1, b"hello"), frame(8, 1, b"other", rows=9)
+    assert chain_of(1, one) == chain_of(1, other)
+    assert chain_of(2, one) != chain_of(2, other)
+
+
+def test_a_new_journal_is_of_the_newest_format(tmp_path: Path) -> None:
+    Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES).close()
+    assert json.loads((tmp_path / "identity.json").read_text())["format"] == 2

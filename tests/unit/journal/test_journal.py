@@ -205,7 +205,7 @@ def test_a_lost_identity_is_corruption_and_another_format_is_refused(tmp_path: P
     identity.unlink()
     with pytest.raises(CorruptionFound, match=r"identity\.json is missing"):
         opened(tmp_path)
-    identity.write_text(content.replace('"format": 1', '"format": 9'))
+    identity.write_text(content.replace('"format": 2', '"format": 9'))
     with pytest.raises(VersionRefused, match="journal format 9"):
         opened(tmp_path)
     identity.write_text("{")

@@ -154,7 +154,7 @@ def repository(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         yield source
         server.shutdown()
-        thread.join()
+        thread.join(timeout=60)
 
 
 def test_a_repository_delivers_the_files_of_a_revision(repository: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from numpy._core import _multiarray_umath as numpy_core
 BUILD = """
 import hashlib, sys
 import numpy as np
-from fabric_pipelines.dataplane.vectors import Source
+from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fabric_pipelines.dataplane.vectors import Source
+from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.shards.blocks import HEADER_BYTES, array_block
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.logical import array_sha256, table_sha256
@@ -33,7 +33,7 @@ PINNED = {
     "table": "240ebc205ef83198",
     "cosine": "15a7703ead5f4427",
     "l2": "b0a20450f41c7afb",
-    "manifest": "7f9d6de72ada6934",
+    "manifest": "3c903c376921c6c7",
 }
 
 

@@ -68,8 +68,8 @@ def test_rows_without_direction_are_quarantined_and_counted(store, rows, tmp_pat
     assert generation.manifest.rows == len(ids) - 3
     with shards.open_shard(store, tmp_path, "notes") as shard:
         assert not np.isin(ids[:3], shard.search(vectors[:9], 400).I).any()
-        assert shard.quarantined()[0].tolist() == ids[:3].tolist()
-        assert np.isnan(shard.quarantined()[1][0]).all()
+        assert shard.quarantined().ids.tolist() == ids[:3].tolist()
+        assert np.isnan(shard.quarantined().vectors[0]).all()
 
 
 def test_lists_without_rows_are_blocks_without_rows(store, rows, tmp_path):

@@ -108,7 +108,7 @@ def test_a_url_answers_only_with_status_200() -> None:
         assert http_answers(f"{base}/up")
         assert not http_answers(f"{base}/starting")
         server.shutdown()
-        thread.join()
+        thread.join(timeout=60)
     assert not http_answers(f"{base}/up")
 
 

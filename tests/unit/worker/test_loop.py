@@ -9,8 +9,9 @@ import pytest
 
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import BrokerUnavailable, EngineFailed
+from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedTask
+from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedRenew, ScriptedTask
 from fabric_pipelines.testing.scripted_engine import Script, ScriptedEngine, expected_output
 from fabric_pipelines.worker.backpressure import Rung
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
@@ -386,6 +387,35 @@ def test_an_idle_worker_asks_ever_more_rarely_and_wakes_for_new_work() -> None:
     broker.computed_rows.clear()
     broker.ready = [0]
     turn_until(loop, lambda: 0 in broker.computed_rows)
+
+
+@dataclass
+class OneAtATime(ScriptedBroker):
+    """Gives two tasks, and more only once it has heard of those; in between it has none, or says that it holds."""
+
+    says_hold: bool = False
+
+    def lease(self, *, sequences: int, tokens: int, kv_tokens: int | None) -> Lease | None:
+        self.hold = self.says_hold and bool(self.leased)
+        if self.leased and not self.hold:
+            return None
+        return super().lease(sequences=min(sequences, 2), tokens=tokens, kv_tokens=kv_tokens)
+
+    def renew(self) -> ScriptedRenew:
+        self.hold = self.says_hold and bool(self.leased)
+        return super().renew()
+
+
+@pytest.mark.parametrize("says_hold", [True, False])
+@pytest.mark.parametrize("continuous", [True, False])
+def test_what_a_report_sets_free_is_asked_for_at_once_and_not_taken_for_the_end(
+    continuous: bool, says_hold: bool
+) -> None:
+    broker = OneAtATime(tasks(40), says_hold=says_hold)
+    loop, hand = worker(ScriptedEngine(continuous=continuous), broker)
+    loop.run()
+    assert sorted(broker.computed_rows) == list(range(40))
+    assert hand.now < 5, "twenty pieces, with no pause between them"
 
 
 def test_counters_tell_lane_switches_idle_gaps_and_tokens() -> None:

@@ -1,0 +1,231 @@
+"""`fabric receipt ...`: one call a command. What a generation was made from, whether that still holds, what moved."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from fabric_pipelines.console import emit, require, settings_of
+from fabric_pipelines.errors import UsageError
+from fabric_pipelines.screen import plain
+
+app = typer.Typer(no_args_is_help=True, help="Receipts of index generations, and what moved since.")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+PREFIX = 16
+Verdict = Literal["identical", "logical", "equivalent"]
+
+
+@app.command("show")
+def receipt_show(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """The receipt's in-toto statement."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.vectors import find_receipt
+
+    found = find_receipt(Database.of(settings_of(ctx)), receipt_id)
+    if found is None:
+        raise UsageError(f"there is no receipt {receipt_id}")
+    answer = plain(found)
+    facts = {name: item for name, item in answer.items() if name != "statement"}
+    emit(answer, as_json, shown=facts | answer["statement"]["predicate"])
+
+
+@app.command("verify")
+def receipt_verify(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """Compare files and database with the receipt; exit code 3 if anything differs."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    verdict = receipts.verify(Database.of(settings), settings.shards_dir, receipt_id)
+    emit(plain(verdict), as_json)
+    require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
+
+
+@app.command("list")
+def receipt_list(
+    ctx: typer.Context,
+    shard: Annotated[str | None, typer.Option(help="Only receipts of this shard.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Receipts, newest first."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.vectors import find_receipts
+
+    rows: list[dict[str, Any]] = [
+        {"receipt_id": row.receipt_id, "shard": row.shard, "generation": row.generation}
+        for row in find_receipts(Database.of(settings_of(ctx)), shard=shard)
+    ]
+    # a prefix is what the other commands take, and it can be copied
+    shown = [{**row, "receipt_id": row["receipt_id"][:PREFIX]} for row in rows]
+    emit({"receipts": rows}, as_json, shown={"receipts": shown})
+
+
+@app.command("diff")
+def receipt_diff(
+    ctx: typer.Context,
+    first: Annotated[str, typer.Argument(metavar="A", help="Full id or unique prefix.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Full id or unique prefix.")],
+    as_json: Json = False,
+) -> None:
+    """How two receipts differ, field by field and row by row; exit code 3 if they do."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    found = receipts.diff(Database.of(settings), settings.shards_dir, first, second)
+    shown = {"first": found.first[:PREFIX], "second": found.second[:PREFIX]}
+    sentences = [str(item) for item in found.differences]
+    emit(found.as_json(), as_json, shown=shown | {"differences": sentences or "none"})
+    require(found.same, f"the two receipts differ in {len(found.differences)} things")
+
+
+@app.command("rebuild")
+def receipt_rebuild(
+    ctx: typer.Context,
+    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="Full id or unique prefix.")],
+    least: Annotated[
+        str, typer.Option(help="Verdict that is good enough: identical, logical or equivalent.")
+    ] = "equivalent",
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Change an index parameter, to see what it does."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Build the generation again and give a verdict: identical, logical, equivalent or different. Exit code 3 if it
+    is not as good as --least."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    grades = get_args(Verdict)
+    if least not in grades:
+        raise UsageError(f"--least is {least!r}; it must be one of {', '.join(grades)}")
+    settings = settings_of(ctx)
+    overrides = dict(_parameter(text) for text in parameter or [])
+    done = receipts.rebuild(
+        Database.of(settings), settings.shards_dir, receipt_id, overrides=overrides
+    )
+    emit(plain(done), as_json)
+    require(
+        done.verdict in grades[: grades.index(least) + 1],
+        f"the rebuild of receipt {receipt_id} is {done.verdict}: see the differences",
+    )
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--parameter takes NAME=VALUE, not {text!r}")
+    try:
+        return name, value if name == "metric" else int(value)
+    except ValueError as fault:
+        raise UsageError(f"--parameter {name} takes a whole number, not {value!r}") from fault
+
+
+@app.command("stale")
+def receipt_stale(
+    ctx: typer.Context,
+    shard: Annotated[str | None, typer.Option(help="Only this shard.")] = None,
+    wait: Annotated[
+        float,
+        typer.Option(help="Seconds to wait for a shard to become stale; rung by the database."),
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """The database's verdict on every shard, and the numbers behind it; exit code 3 while one is stale."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.staleness import await_stale
+
+    found = await_stale(Database.of(settings_of(ctx)), shard, within_s=wait)
+    rows = [plain(item) for item in found]
+    emit({"shards": rows}, as_json, shown={"stale": rows})
+    stale = [f"{item.shard} ({item.verdict})" for item in found if item.verdict != "fresh"]
+    require(
+        not stale,
+        f"stale: {', '.join(stale)}; `fabric receipt refresh SHARD` brings one up to date",
+    )
+
+
+@app.command("refresh")
+def receipt_refresh(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    as_json: Json = False,
+) -> None:
+    """Bring a shard up to date: lay over it what moved, or build it anew where a rule says so; with a receipt."""
+    from fabric_pipelines import receipts, shards
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    database = Database.of(settings)
+    done = shards.refresh(database, settings.shards_dir, shard)
+    receipt = receipts.issue(database, settings.shards_dir, shard)
+    answer = {
+        "shard": shard,
+        "generation": done.generation.number,
+        "how": done.how,
+        "why": done.why,
+        "moved": done.moved,
+        "bytes_written": done.written,
+        "receipt_id": receipt.receipt_id,
+    }
+    emit(answer, as_json)
+
+
+@app.command("audit")
+def receipt_audit(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    as_json: Json = False,
+) -> None:
+    """Compare the rows themselves with the generation, where the change log cannot tell; exit code 3 if some moved."""
+    from fabric_pipelines import shards
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    found = shards.audit(Database.of(settings), settings.shards_dir, shard)
+    emit(plain(found), as_json)
+    require(
+        not found.moved,
+        f"{found.moved} rows moved; `fabric receipt refresh {shard}` brings it up to date",
+    )
+
+
+@app.command("policy")
+def receipt_policy(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard, or '*' for the defaults.")] = "*",
+    bound: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="BOUND=NUMBER", help="BOUND= takes the default again."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """When a shard counts as stale: bounds of one shard, or of all."""
+    from fabric_pipelines.dataplane import staleness
+    from fabric_pipelines.dataplane.database import Database
+
+    database = Database.of(settings_of(ctx))
+    if bound:
+        staleness.set_policy(database, shard, dict(_bound(text) for text in bound))
+    emit({"policies": [plain(item) for item in staleness.policies(database)]}, as_json)
+
+
+def _bound(text: str) -> tuple[str, float | None]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set takes BOUND=NUMBER, not {text!r}")
+    try:
+        return name, float(value) if value else None
+    except ValueError as fault:
+        raise UsageError(f"{name} takes a number, not {value!r}") from fault

@@ -1,0 +1,286 @@
+"""What the database says has moved since a generation was read: verdict by policy, and the moved rows themselves.
+
+The change log (migrations/0003_staleness.sql) says which ids moved, exactly; the rows are read in the same
+repeatable-read transaction as the log, so that the next generation has one snapshot too. Where the log does
+not reach (pruned, begun later, triggers switched off) bucket sums find the rows, and what they found is kept
+beside the log. Nothing here decides to rebuild: the view gives the verdict, its reader acts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from psycopg import sql
+
+from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash, Ids
+from fabric_pipelines.dataplane.database import Connection, Database, translated
+from fabric_pipelines.dataplane.source import (
+    COPY_HEADER,
+    COPY_TRAILER,
+    Described,
+    RowSet,
+    Source,
+    SourceState,
+    content_by_sql,
+    copy_bytes,
+    copy_rows,
+    describe,
+    fingerprints,
+    frozen,
+    state_of,
+)
+from fabric_pipelines.dataplane.sql import compose, query
+from fabric_pipelines.errors import SchemaError, UsageError
+
+CHANNEL = "fabric_stale"
+DEFAULTS = "*"
+POLL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """One row of fabric.shard_staleness. verdict: fresh, changed, deleted, age, quality, rebuild or audit (the
+    log does not cover this generation). Counts are distinct ids since the generation was read; with a filter
+    they are an upper bound. due: stale, and quiet for as long as the policy asks."""
+
+    shard: str
+    generation: int
+    relation: str
+    receipt_id: str | None
+    log: str
+    rows: int
+    inserted: int
+    updated: int
+    deleted: int
+    truncated: bool
+    moved: int
+    moved_fraction: float
+    deleted_fraction: float
+    age_s: float
+    recall: float | None
+    last_change_at: datetime | None
+    verdict: str
+    due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What may have moved: `ids` int64 ascending, of which `rows` are there now; the others are gone. Which of
+    them really differ, the caller sees by their digests. `state` holds no content hash of its own unless it
+    was computed by the database. complete: False when more moved than `ids` says."""
+
+    state: SourceState
+    ids: Ids
+    rows: RowSet
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Bounds of one shard ('*': the defaults); None takes the default, and among the defaults it means never.
+    Fractions of the rows at the last build; ages and quiet period in seconds."""
+
+    shard: str
+    max_changed_fraction: float | None = None
+    max_deleted_fraction: float | None = None
+    rebuild_fraction: float | None = None
+    min_recall: float | None = None
+    max_age_s: float | None = None
+    quiet_period_s: float | None = None
+
+
+POLICY_FIELDS = tuple(item.name for item in fields(Policy) if item.name != "shard")
+
+
+def watch(database: Database, source: Source) -> None:
+    """Keep every change of the source's rows from the next snapshot on. Costs two look-ups where that is so
+    already; else it waits for writers in flight, and gives up as DatabaseUnavailable when one of them does not
+    end. SchemaError for a relation that is not there."""
+    columns = [*source.columns, *(["*"] if source.filter else [])]
+    with database.session() as connection:
+        kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
+        if kind is None:
+            raise SchemaError(f"there is no relation {source.relation!r} in this database")
+        if kind[0] not in ("r", "p"):
+            return  # a view has no rows of its own to watch: its shard is audited instead
+        connection.execute(query("bounded_waits"))
+        connection.execute(
+            query("watch"),
+            {
+                "relation": source.relation,
+                "id": source.id_column,
+                "vector": source.vector_column,
+                "columns": columns,
+            },
+        )
+
+
+def staleness(database: Database, shard: str | None = None) -> list[Staleness]:
+    """Verdicts on the current generations, of one shard or of all, by name."""
+    with database.session() as connection:
+        rows = connection.execute(query("staleness"), {"shard": shard}).fetchall()
+    return [Staleness(*row) for row in rows]
+
+
+def await_stale(
+    database: Database, shard: str | None = None, *, within_s: float
+) -> list[Staleness]:
+    """`staleness`, as soon as one verdict is not fresh, or after `within_s` seconds. Rung by the doorbell, and
+    the view is read at intervals all the same."""
+    end = time.monotonic() + within_s
+    found = staleness(database, shard)
+    if within_s <= 0:
+        return found
+    with Doorbell(database) as bell:
+        while True:
+            found = staleness(database, shard)  # after LISTEN, so that no ring falls between
+            left = end - time.monotonic()
+            if left <= 0 or any(item.verdict != "fresh" for item in found):
+                return found
+            bell.wait(min(left, POLL_S))
+
+
+def read_moved(database: Database, name: str, generation: int, source: Source) -> Moved:
+    """Ids in the log since generation `generation` of shard `name` was read, and their rows as they are now.
+    UsageError when that generation is not the current one."""
+    with database.session() as connection, frozen(connection):
+        log = connection.execute(query("movement"), {"shard": name}).fetchone()
+        if log is None or log[0] != generation:
+            raise UsageError(
+                f"generation {generation} of shard {name!r} is not the current one; read again"
+            )
+        ids = _ids_of(copy_bytes(connection, compose("copy_moved_ids", shard=sql.Literal(name))))
+        chosen = compose(
+            "in_moved_ids", id=sql.Identifier(source.id_column), shard=sql.Literal(name)
+        )
+        described = describe(connection, source)
+        rows = copy_rows(connection, source, described.encoding, chosen)
+        made_by = fingerprints(connection, source, described)
+        state = state_of(connection, database, source, described, NOTHING, made_by)
+    return Moved(state, ids, rows, log[1] == "complete" and not log[2])
+
+
+def read_buckets(database: Database, source: Source, then: ContentHash) -> Moved:
+    """Compare bucket sums, computed by the database, with `then`; rows and ids are those of the buckets that
+    differ. The caller adds the ids it knows in these buckets: what is gone has no row to be found by."""
+    with database.session() as connection, frozen(connection):
+        described = describe(connection, source)
+        content = content_by_sql(connection, source, described.encoding)
+        made_by = fingerprints(connection, source, described)
+        state = state_of(connection, database, source, described, content, made_by)
+        rows = _rows_in(connection, source, described, content.moved_buckets(then))
+    return Moved(state, rows.ids, rows, True)
+
+
+def record_audit(
+    database: Database,
+    name: str,
+    generation: int,
+    snapshot: str,
+    *,
+    inserted: Ids,
+    updated: Ids,
+    deleted: Ids,
+) -> None:
+    values = {"shard": name, "generation": generation, "snapshot": snapshot}
+    ids = {"inserted": inserted, "updated": updated, "deleted": deleted}
+    with database.session() as connection:
+        connection.execute(
+            query("record_audit"), values | {key: item.tolist() for key, item in ids.items()}
+        )
+
+
+def prune_changes(database: Database) -> int:
+    with database.session() as connection:
+        row = connection.execute(query("prune_changes")).fetchone()
+    return int(row[0]) if row else 0
+
+
+def policies(database: Database) -> list[Policy]:
+    with database.session() as connection:
+        return [Policy(*row) for row in connection.execute(query("policies")).fetchall()]
+
+
+def set_policy(database: Database, shard: str, changes: Mapping[str, float | None]) -> Policy:
+    """Change bounds of a shard, or of DEFAULTS. UsageError for an unknown bound or one out of range."""
+    unknown = sorted(set(changes) - set(POLICY_FIELDS))
+    if unknown:
+        raise UsageError(f"{unknown} is no bound of a policy; those are {', '.join(POLICY_FIELDS)}")
+    for name, value in changes.items():
+        top = float("inf") if name.endswith("_s") else 1.0
+        if value is not None and not 0 <= value <= top:
+            raise UsageError(f"{name} is {value}; it must lie between 0 and {top:g}")
+    if shard == DEFAULTS and any(
+        changes.get(name, 0) is None
+        for name in POLICY_FIELDS
+        if name not in ("min_recall", "max_age_s")
+    ):
+        raise UsageError("the defaults need a number for everything but min_recall and max_age_s")
+    values = dict.fromkeys(POLICY_FIELDS) | dict(changes)
+    given = {f"set_{name}": name in changes for name in POLICY_FIELDS}
+    with database.session() as connection, connection.transaction():
+        connection.execute(query("add_policy"), {"shard": shard})
+        row = connection.execute(
+            query("set_policy"), {"shard": shard, **values, **given}
+        ).fetchone()
+    assert row is not None
+    return Policy(*row)
+
+
+def ring(connection: Connection, relation: str) -> None:
+    """Say that rows of `relation` moved, to whoever listens; nothing where nobody watches it. In a statement
+    of its own, after the writer's commit."""
+    connection.execute(query("ring"), {"relation": relation})
+
+
+class Doorbell:
+    """Waits for a ring; `wait` returns at the latest after `POLL_S`, because a ring may be lost and the view
+    is the truth."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._connection = database.connect()
+        with translated(database.url):
+            self._connection.execute(sql.SQL("listen {}").format(sql.Identifier(CHANNEL)))
+
+    def __enter__(self) -> Doorbell:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._connection.close()
+
+    def wait(self, timeout_s: float = POLL_S) -> list[str]:
+        """Relations that were rung for, each once; none when the time ran out. DatabaseUnavailable when the
+        connection is gone: rings may have been missed, make a new one and read the view."""
+        with translated(self._database.url):
+            found = self._rung(timeout_s)
+            rung = {notice.payload for notice in found}
+            # what arrived while we looked
+            rung |= {notice.payload for notice in self._rung(0)} if rung else set()
+        return sorted(rung)
+
+    def _rung(self, timeout_s: float) -> Iterator[Any]:
+        yield from self._connection.notifies(timeout=timeout_s, stop_after=1)
+
+
+NOTHING = ContentHash(0, 0, 0, (0,) * BUCKETS)
+
+
+def _rows_in(
+    connection: Connection, source: Source, described: Described, buckets: list[int]
+) -> RowSet:
+    chosen = sql.SQL("({} & {}) = any ({}::bigint[])").format(
+        sql.Identifier(source.id_column), sql.Literal(BUCKETS - 1), sql.Literal(buckets)
+    )
+    return copy_rows(connection, source, described.encoding, chosen)
+
+
+def _ids_of(raw: bytes) -> Ids:
+    body = raw[COPY_HEADER : len(raw) - COPY_TRAILER]
+    rows = np.frombuffer(body, np.dtype([("fields", ">i2"), ("size", ">i4"), ("id", ">i8")]))
+    return rows["id"].astype(np.int64)

@@ -1,0 +1,280 @@
+"""One seeded life of a broker on a simulated disk, and what it was promised at each moment of it.
+
+It does everything a broker does: every kind of fact, rolls, recycled files, checkpoints, restarts, groups that pile
+up before a sync, segments that go cold, come back and are dropped. The disk remembers each operation, so that
+`crash_judge` can hold every crash of it to the promises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.broker.tiering import Water
+from fabric_pipelines.dataplane.cold_store import FolderStore
+from fabric_pipelines.errors import NotFetched
+from fabric_pipelines.journal import FileOps, ObjectStore
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.testing.broker_bench import (
+    EMBED,
+    ENGINE,
+    GENERATE,
+    LARGE,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
+from fabric_pipelines.testing.disk_bench import DiskBench
+from fabric_pipelines.testing.sim_disk import SimDisk
+
+SEGMENT_BYTES = 5 * 4096
+SLOW = "slow@engine"
+FOLDER = Path("/simulated/journal")
+COLD = Path("/simulated/cold")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What was acknowledged: rows of each submission, and the tasks known to be so far."""
+
+    rows: dict[int, int]
+    computed: frozenset[int]
+    retired: frozenset[int]
+    dead: frozenset[int]
+
+
+@dataclass
+class Life:
+    """`promises[n]` held when the note "acked" said n. `run` lives it, once."""
+
+    disk: SimDisk
+    ops: FileOps | None = None
+    store: ObjectStore | None = None  # by default a folder on the same disk
+    promises: list[Promise] = field(default_factory=list)
+    sent: dict[int, tuple[Submission, list[pa.RecordBatch]]] = field(default_factory=dict)
+    prompts: dict[int, list[int]] = field(default_factory=dict)  # by task id
+    kinds: set[int] = field(default_factory=set)
+    epochs: set[int] = field(default_factory=set)  # of every segment there was
+    counters: Counter[str] = field(default_factory=Counter)  # over all restarts
+    computed: set[int] = field(default_factory=set)
+    retired: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    rows: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> Life:
+        self.bench = bench_on(self.ops or self.disk, self.store)
+        self.promise()
+        self._live()
+        self._note()
+        self.bench.close()
+        return self
+
+    def promise(self) -> None:
+        """Everything so far is acknowledged."""
+        self.bench.owner.commit()
+        now = Promise(
+            dict(self.rows),
+            frozenset(self.computed),
+            frozenset(self.retired),
+            frozenset(self.dead),
+        )
+        self.promises.append(now)
+        self._look()
+        self.disk.note("acked", len(self.promises) - 1)
+
+    def submit(self, mark: int, sizes: list[int], *, upto: int | None = None, **how: Any) -> None:
+        batches = [
+            tasks_of([20 + (mark * 7 + at * 5 + row) % 60 for row in range(size)], seed=mark + at)
+            for at, size in enumerate(sizes)
+        ]
+        sampling = EMBED if mark % 2 else GENERATE
+        header = submission_of(batches, mark, sampling=sampling, **how)
+        self.sent[mark] = header, batches
+        self.bench.owner.open_submission(header)
+        first = 0
+        for batch in batches[:upto]:
+            state = self.bench.upload(header, first, batch)
+            assert state.first_task_id is not None
+            for row, task in enumerate(batch.to_pylist(), state.first_task_id + first):
+                self.prompts.setdefault(row, task["tokens"])
+            first += batch.num_rows
+            self.rows[mark] = max(first, self.rows.get(mark, 0))
+            self.promise()
+        if first == header.tasks:
+            self.bench.owner.close_submission(header.submission_id)
+            self.promise()
+
+    def pile_up(self, mark: int, sizes: list[int]) -> None:
+        """Groups that are written before the one in front is synced, as a busy broker does; then one sync for all."""
+        batches = [
+            tasks_of([25 + row for row in range(size)], seed=mark + at)
+            for at, size in enumerate(sizes)
+        ]
+        header = submission_of(batches, mark, sampling=GENERATE)
+        self.sent[mark] = header, batches
+        self.bench.owner.open_submission(header)
+        self.bench.owner.write()
+        first = 0
+        for batch in batches:
+            state = self.bench.upload(header, first, batch)
+            assert state.first_task_id is not None
+            for row, task in enumerate(batch.to_pylist(), state.first_task_id + first):
+                self.prompts.setdefault(row, task["tokens"])
+            first += batch.num_rows
+            self.bench.owner.write()
+        self.rows[mark] = first
+        self.promise()
+        self.bench.owner.close_submission(header.submission_id)
+        self.promise()
+
+    def lease(self, count: int, name: str = "w", engine: str = ENGINE) -> list[int]:
+        self.bench.attach(name, engine=engine)
+        lease = lease_of(self.bench, name, count)
+        self.bench.owner.commit()
+        return [] if lease is None else ids_of(lease)
+
+    def report(self, ids: list[int], status: str = "ok") -> None:
+        self.bench.report(ids, status)
+        if status != "failed":
+            self.computed |= set(ids)
+        self.promise()
+
+    def land(self, rows: int = 1 << 20, *, keep: frozenset[int] = frozenset()) -> None:
+        pulled = self.bench.owner.pull("c", rows)
+        found = [] if pulled is None else pulled.to_pylist()
+        good = [row["task_id"] for row in found if row["status"] == "ok"]
+        bad = [row["task_id"] for row in found if row["status"] != "ok"]
+        good = [at for at in good if at not in keep]
+        if good:
+            self.bench.retire(good)
+            self.retired |= set(good)
+        if bad:
+            self.bench.bury(bad)
+            self.dead |= set(bad)
+        self.bench.owner.release_pulled("c")
+        self.promise()
+
+    def freeze(self) -> None:
+        """Seal what is written, cover it, and let all of it go cold that may."""
+        bench = self.bench
+        bench.owner.commit()
+        bench.disk.roll()
+        bench.checkpoint()
+        before, bench.tiering.water = bench.tiering.water, Water(0, 0)
+        bench.checkpoint()
+        bench.tiering.water = before
+        self.promise()
+
+    def restart(self) -> None:
+        self._note()
+        self.bench.crash()
+        self.promise()
+
+    def _note(self) -> None:
+        """What there is to see before this process ends."""
+        upkeep, tiering = self.bench.owner.upkeep, self.bench.tiering
+        assert upkeep is not None
+        self.counters.update({**upkeep.counters, **tiering.counters})
+
+    def _look(self) -> None:
+        journal = self.bench.disk
+        self.kinds |= {kind for kind in Kind if journal.lsns_of(kind)}
+        self.epochs |= {holding.epoch for holding in journal.holdings}
+
+    def _live(self) -> None:
+        self.submit(90, [3], engine=SLOW)
+        self.submit(1, [4, 3])
+        self.freeze()
+        first = self.lease(4)
+        self.report(first[:3])
+        self.report(first[3:], "failed")
+        kept = frozenset(first[:1])
+        self.land(keep=kept)
+        self.bench.owner.nack("w", np.array(self.lease(2)), "given back", False)
+        self.submit(2, [5, 4], upto=1)
+        self.restart()
+        self.submit(2, [5, 4])
+        for _ in range(3):
+            ids = self.lease(5)
+            self.report(ids[:-1])
+            self.report(ids[-1:], "refused")
+            self.land(keep=kept)
+            self.bench.settle(2)
+        self.bench.checkpoint()
+        self.submit(6, [6])
+        held = self.lease(5)
+        self.restart()
+        self.bench.attach("w", held=held[:2])
+        self.bench.time.seconds += 40
+        self.bench.owner.tick()
+        self.promise()
+        for mark in (3, 4):
+            self.submit(mark, [4, 4])
+            while ids := self.lease(6):
+                self.report(ids)
+                self.land(keep=kept)
+            self.bench.checkpoint()
+        self.restart()
+        self.submit(5, [4])
+        self.pile_up(8, [2, 3, 2])
+        self.report(self.lease(3))
+        self.land(2, keep=kept)
+        self.pass_on(self.lease(2))
+        self.land(keep=kept)
+
+    def pass_on(self, ids: list[int]) -> None:
+        """Too large for one class; the other one leaves, so that nobody is left to take them."""
+        owner = self.bench.owner
+        self.bench.attach("v", profile=LARGE)
+        self.bench.time.seconds += 25
+        self.bench.attach("v", profile=LARGE)
+        owner.renew("w")
+        self.bench.time.seconds += 10
+        owner.tick()
+        self.bench.report(ids, "oversized")
+        self.promise()
+        owner.detach("v")
+        owner.tick()
+        self.computed |= set(ids)
+        self.promise()
+        self.land()
+        self.requeue(ids)
+        self.report(self.lease(1))
+
+    def requeue(self, ids: list[int]) -> None:
+        """What is dead is tried again; from the request on it may be."""
+        self.dead -= set(ids)
+        self.computed -= set(ids)
+        self.promise()
+        assert self.bench.owner.requeue(np.array(ids, np.int64), "again").requeued == len(ids)
+        self.promise()
+
+
+def bench_on(ops: Any, store: ObjectStore | None = None) -> DiskBench:
+    limits = Limits(lease_s=30.0, attempts_max=3)
+    return DiskBench(
+        limits=limits,
+        folder=FOLDER,
+        ops=ops,
+        segment_bytes=SEGMENT_BYTES,
+        store=store or FolderStore(COLD, ops),
+    )
+
+
+def lease_of(bench: DiskBench, name: str, count: int) -> Lease | None:
+    """The next lease, once its rows have come back from the cold tier."""
+    for _ in range(20):
+        try:
+            return bench.lease(name, Budget(count, 1 << 20, None))
+        except NotFetched:
+            bench.settle(2)
+    raise AssertionError("rows did not come back from the cold tier")

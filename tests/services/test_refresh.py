@@ -1,0 +1,245 @@
+"""Refresh on a real Postgres: what SQL moved is what is built, whatever happens to log, lease or process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fabric_pipelines import receipts, shards
+from fabric_pipelines.dataplane import source as sources
+from fabric_pipelines.dataplane import staleness, vectors
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.errors import CheckFailed, FencingLost
+from fabric_pipelines.ids import task_id
+from fabric_pipelines.shards.disk import Disk
+from tests.support_completions import pulled_batch
+
+ROWS, DIM = 400, 16
+MOVE = "update fabric.embed set vector = (select vector from fabric.embed where source_row = 399) "
+
+
+def land(database: Database, first: int = 0, rows: int = ROWS, **more: object) -> None:
+    writer = Writer(database)
+    try:
+        writer.land(pulled_batch(rows, function="embed", first=first, dim=DIM, **more))  # type: ignore[arg-type]
+    finally:
+        writer.close()
+
+
+def execute(database: Database, statement: str, *values: object) -> None:
+    with database.session() as connection:
+        connection.execute(statement.encode(), values or None)
+
+
+@pytest.fixture
+def built(database: Database, tmp_path: Path) -> Database:
+    land(database)
+    shards.build(
+        database,
+        tmp_path,
+        "corpus",
+        lists=6,
+        seed=3,
+        metric="cosine",
+        recipe={"engine": "e"},
+        lists_per_block=2,
+    )
+    receipts.issue(database, tmp_path, "corpus")
+    return database
+
+
+def refresh(database: Database, root: Path, **more: object) -> shards.Refreshed:
+    return shards.refresh(database, root, "corpus", **more)  # type: ignore[arg-type]
+
+
+def require_up_to_date(database: Database, root: Path) -> None:
+    """The generation's hash is the database's own, and its rows are the database's rows."""
+    with shards.open_shard(database, root, "corpus") as shard:
+        source = shards.store.source_of(shard.manifest.source)
+        read = sources.read_source(database, source)
+        assert shard.manifest.source["content_hash"] == read.state.content.hex
+        assert sorted(shard.ids().tolist()) == read.ids.tolist()
+    (found,) = staleness.staleness(database, "corpus")
+    assert (found.verdict, found.moved, found.log) == ("fresh", 0, "complete")
+
+
+def test_what_moved_is_laid_over_and_its_receipt_is_replayed_to_the_byte(
+    built: Database, tmp_path: Path
+) -> None:
+    execute(built, f"{MOVE} where source_row in (1, 2)")
+    execute(built, "delete from fabric.embed where source_row = 3")
+    execute(built, "update fabric.embed set source_row = 4000 where source_row = 4")
+    land(built, first=ROWS, rows=5)
+    done = refresh(built, tmp_path)
+    assert (done.how, done.moved, done.generation.number) == ("increment", 9, 2)
+    require_up_to_date(built, tmp_path)
+    receipt = receipts.issue(built, tmp_path, "corpus")
+    assert receipts.verify(built, tmp_path, receipt.receipt_id).differences == ()
+    assert receipts.rebuild(built, tmp_path, receipt.receipt_id).verdict == "identical"
+    assert refresh(built, tmp_path).how == "none"
+
+
+def test_a_column_changed_by_sql_is_named_with_its_row(built: Database, tmp_path: Path) -> None:
+    execute(built, "update fabric.embed set source_row = 4000 where source_row = 4")
+    (row,) = vectors.find_receipts(built, shard="corpus")
+    (found,) = receipts.verify(built, tmp_path, row.receipt_id).differences
+    assert f"1 row changed in source_row (task_id {task_id(7, 4)})" in str(found)
+
+
+def test_a_writer_that_commits_while_the_refresh_reads_belongs_to_the_next(
+    built: Database, tmp_path: Path
+) -> None:
+    with built.session() as late, late.transaction():
+        late.execute(f"{MOVE} where source_row = 5".encode())
+        execute(built, f"{MOVE} where source_row = 6")
+        assert refresh(built, tmp_path).moved == 1
+    assert refresh(built, tmp_path).moved == 1
+    require_up_to_date(built, tmp_path)
+
+
+def test_moves_behind_switched_off_triggers_are_found_by_bucket_sums(
+    built: Database, tmp_path: Path
+) -> None:
+    execute(built, "alter table fabric.embed disable trigger user")
+    execute(built, f"{MOVE} where source_row in (7, 8)")
+    execute(built, "delete from fabric.embed where source_row = 9")
+    done = refresh(built, tmp_path)
+    assert (done.how, done.moved) == ("increment", 3)
+    require_up_to_date(built, tmp_path)
+
+
+def test_an_audit_says_what_moved_and_the_log_counts_from_there(
+    built: Database, tmp_path: Path
+) -> None:
+    execute(built, "alter table fabric.embed disable trigger user")
+    execute(built, f"{MOVE} where source_row < 30")
+    execute(built, "delete from fabric.embed where source_row = 30")
+    found = shards.audit(built, tmp_path, "corpus")
+    assert (found.inserted, found.updated, found.deleted) == (0, 30, 1)
+    (stale,) = staleness.staleness(built, "corpus")
+    assert (stale.verdict, stale.log, stale.updated) == ("changed", "complete", 30)
+    execute(built, "delete from fabric.embed where source_row = 31")
+    assert staleness.staleness(built, "corpus")[0].deleted == 2
+    assert refresh(built, tmp_path).moved == 32
+    require_up_to_date(built, tmp_path)
+
+
+def test_rows_of_another_engine_are_refused_by_name(built: Database, tmp_path: Path) -> None:
+    with built.session() as connection:
+        row = connection.execute("select min(engine_fingerprint) from fabric.embed").fetchone()
+    assert row is not None
+    more = {"lists": 6, "seed": 3, "metric": "cosine", "recipe": {"engine_fingerprint": row[0]}}
+    shards.build(built, tmp_path, "corpus", **more)  # type: ignore[arg-type]
+    execute(built, "update fabric.embed set engine_fingerprint = 'other' where source_row = 2")
+    execute(built, f"{MOVE} where source_row = 2")
+    with pytest.raises(CheckFailed, match="rows made by other"):
+        refresh(built, tmp_path)
+
+
+def test_a_zombie_refresh_publishes_nothing(built: Database, tmp_path: Path) -> None:
+    execute(built, f"{MOVE} where source_row = 1")
+
+    class Overtaken(Disk):
+        def rename(self, old: Path, new: Path) -> None:
+            execute(built, "update fabric.shard_lease set expires = clock_timestamp()")
+            vectors.acquire_shard(built, "corpus", "elsewhere", ttl_s=0.2)
+            super().rename(old, new)
+
+    with pytest.raises(FencingLost):
+        refresh(built, tmp_path, disk=Overtaken())
+    row = vectors.current_generation(built, "corpus")
+    assert row is not None
+    assert row.generation == 1
+
+
+def _refresh_and_die(url: str, root: Path, step: int) -> None:
+    class Killing(Disk):
+        steps = 0
+
+        def __getattribute__(self, name: str) -> object:
+            if name in Disk.__dict__ and not name.startswith("_"):
+                Killing.steps += 1
+                if Killing.steps == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getattribute__(name)
+
+    refresh(Database(url), root, disk=Killing())
+
+
+@pytest.mark.parametrize("step", [5, 30])
+def test_kill_nine_while_refreshing_leaves_the_old_generation_and_loses_no_move(
+    built: Database, tmp_path: Path, step: int
+) -> None:
+    execute(built, f"{MOVE} where source_row = 1")
+    child = multiprocessing.get_context("spawn").Process(
+        target=_refresh_and_die, args=(built.url, tmp_path, step)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    child.close()
+    assert shards.scrub(built, tmp_path, "corpus").generation == 1
+    assert shards.scrub(built, tmp_path, "corpus").ok
+    assert refresh(built, tmp_path).moved == 1
+    require_up_to_date(built, tmp_path)
+
+
+def test_the_commands_say_what_moved_and_bring_it_up_to_date(
+    built: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fabric_pipelines import settings
+    from fabric_pipelines.cli import app
+
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path))
+    monkeypatch.setenv("FABRIC_PG_URL", built.url)
+    shards_dir = settings.load().shards_dir
+    (tmp_path / "corpus").rename(_made(shards_dir) / "corpus")
+
+    def said(*words: str) -> tuple[int, dict[str, object]]:
+        done = CliRunner().invoke(app, ["receipt", *words, "--json"])
+        return done.exit_code, json.loads(done.stdout)
+
+    (first,) = vectors.find_receipts(built)
+    execute(built, f"{MOVE} where source_row < 21")
+    code, answer = said("stale")
+    assert (code, answer["shards"][0]["verdict"]) == (3, "changed")  # type: ignore[index]
+    code, answer = said("refresh", "corpus")
+    assert (code, answer["how"], answer["moved"]) == (0, "increment", 21)
+    assert said("stale", "--wait", "0.05")[0] == 0
+    assert said("audit", "corpus") == (
+        0,
+        {"shard": "corpus", "generation": 2, "inserted": 0, "updated": 0, "deleted": 0},
+    )
+    second = str(answer["receipt_id"])
+    code, answer = said("diff", first.receipt_id, second)
+    assert code == 3
+    assert any("21 rows changed" in d["sentence"] for d in answer["differences"])  # type: ignore[attr-defined]
+    assert said("diff", second, second)[0] == 0
+    assert said("rebuild", second, "--least", "identical")[0] == 0
+    code, answer = said("rebuild", second, "--parameter", "iterations=1")
+    assert code in (0, 3)
+    assert any("recipe.index.iterations" in d["what"] for d in answer["differences"])  # type: ignore[attr-defined]
+    code, answer = said("policy", "corpus", "--set", "max_changed_fraction=0.5")
+    assert [row["max_changed_fraction"] for row in answer["policies"]] == [0.05, 0.5]  # type: ignore[attr-defined]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def test_vectors_of_an_increment_are_the_databases(built: Database, tmp_path: Path) -> None:
+    execute(built, f"{MOVE} where source_row in (1, 2, 3)")
+    refresh(built, tmp_path)
+    with shards.open_shard(built, tmp_path, "corpus") as shard:
+        read = sources.read_source(built, shards.store.source_of(shard.manifest.source))
+        by_id = np.argsort(shard.ids())
+        np.testing.assert_array_equal(shard.vectors()[by_id], read.vectors.astype(np.float32))

