@@ -11,7 +11,16 @@ from typing import Any
 
 import dagster as dg
 
-from assets import automation, checks, embeddings, hidden_states, indexes, probes, synthetic
+from assets import (
+    automation,
+    checks,
+    embeddings,
+    hidden_states,
+    indexes,
+    probes,
+    synthetic,
+    upkeep,
+)
 from resources.broker import BrokerResource
 from resources.completion import CompletionResource
 from resources.database import DatabaseResource
@@ -29,7 +38,7 @@ KINDS = {
     "near_duplicates": {"numpy", "parquet"},
 }
 INDEX_KINDS = {"numpy", "postgres"}
-WORKLOAD_MODULES = (synthetic, probes, hidden_states, embeddings, indexes)
+WORKLOAD_MODULES = (synthetic, probes, hidden_states, embeddings, indexes, upkeep)
 
 
 def build_defs(resource_overrides: Mapping[str, Any] | None = None) -> dg.Definitions:
@@ -37,7 +46,7 @@ def build_defs(resource_overrides: Mapping[str, Any] | None = None) -> dg.Defini
     return dg.Definitions(
         assets=[with_policy(asset) for module in WORKLOAD_MODULES for asset in module.assets],
         asset_checks=checks.checks,
-        sensors=[automation.finished_submissions],
+        sensors=[automation.finished_submissions, upkeep.moved_shards],
         schedules=[automation.nightly_submissions],
         resources=resources_of(resource_overrides or {}),
         executor=dg.in_process_executor,
@@ -63,7 +72,12 @@ def resources_of(overrides: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_policy(asset: dg.AssetsDefinition) -> dg.AssetsDefinition:
+def with_policy(
+    asset: dg.AssetsDefinition | dg.SourceAsset,
+) -> dg.AssetsDefinition | dg.SourceAsset:
+    """What is only observed has a group and tags of its own; it takes no owner."""
+    if isinstance(asset, dg.SourceAsset):
+        return asset
     return asset.map_asset_specs(
         lambda spec: spec.replace_attributes(
             owners=[OWNER],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from fabric_pipelines.dataplane import staleness
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.staleness import Staleness
 from resources.fabric import FabricResource
 
 
@@ -10,3 +12,7 @@ class DatabaseResource(FabricResource):
     def of(self) -> Database:
         """A database by URL; it opens a connection for each piece of work and holds none."""
         return Database.of(self.settings())
+
+    def staleness(self) -> list[Staleness]:
+        """The database's verdict on every shard."""
+        return staleness.staleness(self.of())

@@ -1,0 +1,150 @@
+"""Shards kept up to date with their rows: what the database says moved, and the generation that follows it.
+
+source -> current, one partition a published shard, 1:1. `source` is observed, never made: its data version
+changes only when the database's verdict does, so that lineage shows why a shard is stale and the event log
+does not fill. `current` lays over a shard what moved. The sensor `moved_shards` is level-triggered: it compares
+what the database says now with what was built, so a tick that is missed or a run that failed is made good.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import dagster as dg
+
+from assets.automation import IN_FLIGHT
+from fabric_pipelines import receipts
+from fabric_pipelines import shards as library
+from fabric_pipelines.dataplane.staleness import Staleness
+from fabric_pipelines.errors import DatabaseUnavailable, UsageError
+from resources.database import DatabaseResource
+from resources.shards import ShardsResource
+
+SOURCE_KEY = dg.AssetKey(["indexes", "source"])
+CURRENT_KEY = dg.AssetKey(["indexes", "current"])
+REFRESH_TAG = "fabric/refresh"
+VERSION_TAG = "dagster/data_version"
+shard_names = dg.DynamicPartitionsDefinition(name="shards")
+
+
+def observed_version(instance: dg.DagsterInstance, shard: str) -> str | None:
+    """The data version that `source` was last seen with."""
+    found = instance.fetch_observations(
+        dg.AssetRecordsFilter(asset_key=SOURCE_KEY, asset_partitions=[shard]), limit=1
+    ).records
+    if not found or found[0].asset_observation is None:
+        return None
+    return found[0].asset_observation.tags.get(VERSION_TAG)
+
+
+def changed_versions(
+    instance: dg.DagsterInstance, found: Sequence[Staleness]
+) -> dict[str, dg.DataVersion]:
+    """Data versions of the shards whose verdict is another than when they were last observed.
+
+    A fresh shard keeps the version that its generation was made from: to change it then would call a
+    shard stale because it was brought up to date."""
+    versions = {}
+    for item in found:
+        seen = observed_version(instance, item.shard)
+        wanted = f"{item.generation}-{item.verdict}"
+        if seen is None or (item.verdict != "fresh" and seen != wanted):
+            versions[item.shard] = dg.DataVersion(wanted)
+    return versions
+
+
+@dg.observable_source_asset(
+    key=SOURCE_KEY,
+    partitions_def=shard_names,
+    group_name="indexes",
+    tags={"fabric/workload": "indexes", "dagster/kind/postgres": ""},
+    description="Rows that a shard is made of, as the database judges them: a new version when they turn stale.",
+)
+def source(
+    context: dg.OpExecutionContext, database: DatabaseResource
+) -> dg.DataVersionsByPartition:
+    known = set(context.instance.get_dynamic_partitions("shards"))
+    found = [item for item in database.staleness() if item.shard in known]
+    return dg.DataVersionsByPartition(changed_versions(context.instance, found))
+
+
+@dg.op(ins={"source": dg.In(dg.Nothing)})
+def refresh_shard(
+    context: dg.AssetExecutionContext, database: DatabaseResource, shards: ShardsResource
+) -> dg.MaterializeResult:
+    name = context.partition_key
+    done = library.refresh(database.of(), shards.root, name)
+    receipt = receipts.issue(database.of(), shards.root, name)
+    manifest = done.generation.manifest
+    return dg.MaterializeResult(
+        metadata={
+            "shard": name,
+            "generation": done.generation.number,
+            "how": done.how,
+            "why": done.why or "what moved was laid over it",
+            "rows_moved": done.moved,
+            "bytes_written": done.written,
+            "files_linked": done.generation.linked,
+            "receipt_id": receipt.receipt_id,
+            "content_hash": manifest.source["content_hash"],
+            "dagster/uri": str(done.generation.folder),
+            "dagster/row_count": manifest.rows,
+        },
+        data_version=dg.DataVersion(receipt.receipt_id),
+    )
+
+
+@dg.graph_asset(
+    key=CURRENT_KEY,
+    ins={"source": dg.AssetIn(key=SOURCE_KEY, dagster_type=dg.Nothing)},
+    partitions_def=shard_names,
+    code_version="1",
+    description="The current generation of a shard: what moved is laid over it, or it is built anew by rule.",
+)
+def current(source: Any) -> Any:
+    return refresh_shard(source)
+
+
+@dg.sensor(
+    target=dg.AssetSelection.assets(CURRENT_KEY),
+    minimum_interval_seconds=30,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Requests a refresh of exactly the shards that the database calls stale, and shows the verdict.",
+)
+def moved_shards(
+    context: dg.SensorEvaluationContext, database: DatabaseResource
+) -> dg.SensorResult | dg.SkipReason:
+    try:
+        found = database.staleness()
+    except (DatabaseUnavailable, UsageError) as fault:  # away, or without a schema so far
+        return dg.SkipReason(str(fault))
+    instance = context.instance
+    new = sorted({item.shard for item in found} - set(instance.get_dynamic_partitions("shards")))
+    due = [item for item in found if item.due and not _in_flight(instance, item.shard)]
+    events = [
+        dg.AssetObservation(SOURCE_KEY, partition=shard, tags={VERSION_TAG: version.value})
+        for shard, version in changed_versions(instance, found).items()
+    ]
+    # No run key: Dagster keeps those for ever, and a failed refresh would never be asked for again.
+    requests = [
+        dg.RunRequest(
+            asset_selection=[CURRENT_KEY],
+            partition_key=item.shard,
+            tags={REFRESH_TAG: item.shard, "fabric/verdict": item.verdict},
+        )
+        for item in due
+    ]
+    return dg.SensorResult(
+        run_requests=requests,
+        asset_events=events,
+        dynamic_partitions_requests=[shard_names.build_add_request(new)] if new else [],
+    )
+
+
+def _in_flight(instance: dg.DagsterInstance, shard: str) -> bool:
+    found = instance.get_run_records(
+        dg.RunsFilter(tags={REFRESH_TAG: shard}, statuses=list(IN_FLIGHT)), limit=1
+    )
+    return bool(found)
+
+
+assets: list[dg.AssetsDefinition | dg.SourceAsset] = [source, current]

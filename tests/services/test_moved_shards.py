@@ -1,0 +1,195 @@
+"""Dagster over a real Postgres: the sensor asks for exactly the moved shards, and what follows turns stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
+from dagster._core.definitions.observe import observe
+from dagster._core.loader import LoadingContextForTest
+
+from assets.upkeep import CURRENT_KEY, REFRESH_TAG, SOURCE_KEY, moved_shards, source
+from fabric_pipelines import shards
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.definitions import build_defs
+from resources.database import DatabaseResource
+from resources.shards import ShardsResource
+from tests.support_completions import pulled_batch
+
+ROWS, DIM = 200, 8
+NAMES = ("alpha", "beta", "gamma")
+SUBMISSIONS = dict(zip(NAMES, "456", strict=True))
+
+
+class Fabric:
+    def __init__(self, database: Database, root: Path) -> None:
+        self.database, self.instance = database, dg.DagsterInstance.ephemeral()
+        self.defs = build_defs()
+        self.resources = {"database": DatabaseResource(), "shards": ShardsResource()}
+
+    def move(self, name: str, rows: int = 20) -> None:
+        with self.database.session() as connection:
+            connection.execute(
+                "update fabric.embed set vector = "
+                "(select vector from fabric.embed where submission_id = %(s)s and source_row % 200 = 199) "
+                "where submission_id = %(s)s and source_row % 200 < %(rows)s".replace(
+                    " % 200", " %% 200"
+                ),
+                {"s": SUBMISSIONS[name] * 64, "rows": rows},
+            )
+
+    def tick(self) -> list[dg.RunRequest]:
+        """One tick, with what the daemon does about its result."""
+        context = dg.build_sensor_context(
+            instance=self.instance, resources={"database": DatabaseResource()}
+        )
+        found = moved_shards(context)
+        assert isinstance(found, dg.SensorResult)
+        for request in found.dynamic_partitions_requests or []:
+            self.instance.add_dynamic_partitions("shards", list(request.partition_keys))
+        for event in found.asset_events:
+            self.instance.report_runless_asset_event(event)
+        return list(found.run_requests or [])
+
+    def run(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+        job = self.defs.resolve_implicit_global_asset_job_def()
+        return job.execute_in_process(
+            run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+            instance=self.instance,
+            asset_selection=list(request.asset_selection or []),
+            partition_key=request.partition_key,
+            tags=dict(request.tags),
+        )
+
+    def status(self, name: str) -> StaleStatus:
+        graph = self.defs.resolve_asset_graph()
+        return CachingStaleStatusResolver(
+            self.instance, graph, LoadingContextForTest(self.instance)
+        ).get_status(CURRENT_KEY, name)
+
+    def observations(self) -> int:
+        return len(self.instance.fetch_observations(SOURCE_KEY, limit=100).records)
+
+
+@pytest.fixture
+def fabric(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path))
+    monkeypatch.setenv("FABRIC_PG_URL", database.url)
+    writer = Writer(database)
+    root = ShardsResource().root
+    root.mkdir(parents=True)
+    for at, name in enumerate(NAMES):
+        more = {"first": at * ROWS, "submission_id": SUBMISSIONS[name] * 64}
+        writer.land(pulled_batch(ROWS, function="embed", dim=DIM, **more))  # type: ignore[arg-type]
+        shards.build(
+            database,
+            root,
+            name,
+            submission_id=SUBMISSIONS[name] * 64,
+            lists=4,
+            seed=3,
+            metric="cosine",
+            recipe={"engine": "e"},
+        )
+    writer.close()
+    fabric = Fabric(database, root)
+    yield fabric
+    fabric.instance.dispose()
+
+
+def requested(requests: list[dg.RunRequest]) -> list[str | None]:
+    return sorted(request.partition_key for request in requests)  # type: ignore[type-var]
+
+
+def test_exactly_the_moved_shards_are_requested_until_they_are_built(fabric: Fabric) -> None:
+    assert fabric.tick() == []
+    assert fabric.instance.get_dynamic_partitions("shards") == list(NAMES)
+    fabric.move("alpha")
+    fabric.move("gamma")
+    for _ in range(2):  # level-triggered: a tick that led to nothing is made good by the next
+        requests = fabric.tick()
+        assert requested(requests) == ["alpha", "gamma"]
+        assert {request.run_key for request in requests} == {None}
+    for request in requests:
+        assert fabric.run(request).success
+    assert fabric.tick() == []
+    rows = {
+        name: shards.open_generation(fabric.database, ShardsResource().root, name) for name in NAMES
+    }
+    assert {name: item.number for name, item in rows.items()} == {"alpha": 2, "beta": 1, "gamma": 2}
+
+
+def test_what_follows_turns_stale_with_the_verdict_and_fresh_with_the_build(fabric: Fabric) -> None:
+    fabric.tick()
+    for name in NAMES:  # what was never built has no status to lose
+        fabric.run(dg.RunRequest(asset_selection=[CURRENT_KEY], partition_key=name))
+    assert {fabric.status(name) for name in NAMES} == {StaleStatus.FRESH}
+    fabric.move("beta")
+    (request,) = fabric.tick()
+    assert [fabric.status(name) for name in NAMES] == [
+        StaleStatus.FRESH, StaleStatus.STALE, StaleStatus.FRESH,
+    ]  # fmt: skip
+    fabric.run(request)
+    fabric.tick()
+    assert {fabric.status(name) for name in NAMES} == {StaleStatus.FRESH}
+
+
+def test_an_observation_is_kept_only_when_the_verdict_changes(fabric: Fabric) -> None:
+    for _ in range(3):
+        fabric.tick()
+    assert fabric.observations() == len(NAMES)
+    fabric.move("alpha", rows=5)  # 2.5 %: below the policy's line
+    fabric.tick()
+    assert fabric.observations() == len(NAMES)
+    for rows in (15, 20, 25):
+        fabric.move("alpha", rows=rows)
+        fabric.tick()
+    assert fabric.observations() == len(NAMES) + 1
+
+
+def test_a_shard_whose_run_is_under_way_is_not_asked_for_again(fabric: Fabric) -> None:
+    fabric.tick()
+    fabric.move("alpha")
+    fabric.move("beta")
+    fabric.instance.create_run_for_job(
+        job_def=fabric.defs.resolve_implicit_global_asset_job_def(),
+        tags={REFRESH_TAG: "alpha"},
+        status=dg.DagsterRunStatus.STARTED,
+    )
+    assert requested(fabric.tick()) == ["beta"]
+
+
+def test_a_move_during_the_build_shows_again_at_the_next_tick(fabric: Fabric) -> None:
+    fabric.tick()
+    fabric.move("alpha")
+    (request,) = fabric.tick()
+    fabric.run(request)
+    fabric.move("alpha", rows=60)
+    assert requested(fabric.tick()) == ["alpha"]
+
+
+def test_observing_by_hand_gives_the_same_versions(fabric: Fabric) -> None:
+    fabric.instance.add_dynamic_partitions("shards", list(NAMES))
+    observed = observe(
+        [source], instance=fabric.instance, resources={"database": DatabaseResource()}
+    )
+    assert observed.success
+    assert fabric.observations() == len(NAMES)
+    assert fabric.tick() == []
+    assert fabric.observations() == len(NAMES)
+
+
+def test_without_a_database_the_sensor_skips_and_says_so(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FABRIC_PG_URL", f"postgresql://postgres@/fabric?host={tmp_path}")
+    context = dg.build_sensor_context(
+        instance=fabric.instance, resources={"database": DatabaseResource()}
+    )
+    found = moved_shards(context)
+    assert isinstance(found, dg.SkipReason)
+    assert "Postgres" in str(found.skip_message)
