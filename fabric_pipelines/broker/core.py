@@ -35,7 +35,6 @@ from fabric_pipelines.broker.facts import (
     Enqueued,
     Fact,
     GivenUp,
-    LanesStepped,
     Leased,
     Requeued,
     Returned,
@@ -44,7 +43,8 @@ from fabric_pipelines.broker.facts import (
     SubmissionOpened,
     Verdict,
 )
-from fabric_pipelines.broker.lanes import RULE, Lane, Step
+from fabric_pipelines.broker.lanes import RULE
+from fabric_pipelines.broker.lifecycle import of_old_generations, steps_due
 from fabric_pipelines.broker.pulls import ComputedQueue
 from fabric_pipelines.broker.refusals import given_up, pass_on
 from fabric_pipelines.broker.replies import (
@@ -54,6 +54,7 @@ from fabric_pipelines.broker.replies import (
     RequeueReply,
     SubmissionState,
 )
+from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.sessions import Limits as Limits
 from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
@@ -68,7 +69,7 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.ids import SEQUENCE_BITS, SEQUENCE_MAX
 from fabric_pipelines.records.arrow import to_ipc_part, to_ipc_pieces
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.records.completion import STATUSES
+from fabric_pipelines.records.completion import STATUSES, largest_vector
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
@@ -82,6 +83,7 @@ COUNTERS = (
     "lane_switches",
     "duplicates",
     "late_acks",
+    "old_generation_acks",
     "expired",
     "nacked",
     "claimed",
@@ -92,6 +94,7 @@ COUNTERS = (
     "too_large",
     "given_up",
     "requeued",
+    "held_for_room",
 )
 
 
@@ -107,7 +110,8 @@ class Core:
         self._grace_s = now_s + limits.lease_s
         self._resuming = state.frames > 0  # sessions of an earlier life may still come back
         self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
-        self._supply = Supply(state, limits.merge_waste)
+        self.room = Room(state)
+        self._supply = Supply(state, limits.merge_waste, self.room)
         self._computed = ComputedQueue()
         self._contents = Contents()
         self._stepping: set[int] = set()
@@ -376,6 +380,7 @@ class Core:
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
+            self.counters["held_for_room"] += session.held_back == NO_ROOM
             if self._supply.withheld:
                 session.call = before  # it may be asked again: its rows are on their way
             return [], None
@@ -392,7 +397,11 @@ class Core:
         """Why a session got nothing though work may be ready: the broker's reason, or one of its own, which ends
         at the latest when it holds nothing."""
         session = self.sessions.get(name)
-        own = session.held_back if session and self.state.session_leases.get(name) else ""
+        own = session.held_back if session else ""
+        if own and not (
+            self.room.is_tight if own == NO_ROOM else self.state.session_leases.get(name)
+        ):
+            own = ""
         return self.hold_reason or own
 
     def _account(self, session: Session, grant: Grant) -> None:
@@ -461,6 +470,9 @@ class Core:
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
         self.counters["late_acks"] += late
+        if duplicates:
+            old = of_old_generations(self.state, tasks[rows[past]])
+            self.counters["old_generation_acks"] += old
         taken = rows[ours]
         reply = ComputedReply(len(taken), duplicates, late, int((~known).sum()))
         if not len(taken):
@@ -480,6 +492,7 @@ class Core:
             padded_tokens=int(pc.sum(batch.column("padded_tokens")).as_py() or 0),
             ipc=ipc,
             too_large_for=kind,
+            vector_bytes=largest_vector(batch),
         )
         return [fact], reply
 
@@ -637,24 +650,9 @@ class Core:
 
     def lane_steps(self) -> list[Fact]:
         """Life cycle facts that have become due."""
-        rows = []
-        for at in sorted(self._stepping):
-            lane = self.state.lanes[at]
-            step = self._due_step(lane)
-            if step is not lane.step:
-                ledger = self.state.accounts.ledger(at)
-                rows.append(
-                    (at, lane.generation, int(step), ledger.retired.tasks, ledger.dead.tasks)
-                )
+        facts = steps_due(self.state, self._stepping)
         self._stepping.clear()
-        return [LanesStepped(np.array(rows, np.int64))] if rows else []
-
-    def _due_step(self, lane: Lane) -> Step:
-        if lane.producers:
-            return lane.step
-        tasks = self.state.accounts.tasks[:, lane.index]
-        left = int(tasks[0] - tasks[RETIRED + 1] - tasks[DEAD + 1])
-        return Step.DRAINING if left else Step.RETIRED
+        return facts
 
     # -- audits
 

@@ -132,7 +132,7 @@ class Claimed:
 @dataclass(frozen=True, slots=True)
 class Computed:
     """Outcome per task: row i of `ipc` (a completion batch) belongs to tasks[i]. `too_large_for`: the consumer class
-    that found some of them too large; empty if there are none."""
+    that found some of them too large; empty if there are none. `vector_bytes`: the largest vector among them."""
 
     session: str
     tasks: Sequences
@@ -141,11 +141,14 @@ class Computed:
     padded_tokens: int
     ipc: Part
     too_large_for: str = ""
+    vector_bytes: int = 0
 
     def encode(self) -> list[Piece]:
         head: dict[str, Any] = {"session": self.session, "padded_tokens": self.padded_tokens}
         if self.too_large_for:
             head["too_large_for"] = self.too_large_for
+        if self.vector_bytes:
+            head["vector_bytes"] = self.vector_bytes
         return pack(
             head,
             [as_part(self.tasks), as_part(self.verdicts), as_part(self.output_tokens), self.ipc],

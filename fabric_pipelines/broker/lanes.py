@@ -59,6 +59,9 @@ class Lane:
     step: Step = Step.ACTIVE
     producers: set[int] = field(default_factory=set)
     order: PrefixOrder = field(init=False)  # see State.add_lane
+    opened_at: int = (
+        0  # first new task of this generation; 0 for the first one, and where old tasks opened it
+    )
     waiting: bool = False  # is in a heap of its engine
     away: bool = False  # its next rows are in the cold tier: passed over while a lease is cut
 

@@ -78,6 +78,7 @@ GROUP_BYTES = 8 << 20
 FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first two frames
 AUDIT_EVERY_S = 10.0
 RATE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25  # at the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class Owner:
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self._rate = TokenRate(0)
+        self._look(clock.monotonic_s())
         self.tiering: Tiering | None = None
         self.fsyncs = 0
         self._group_bytes = 0
@@ -224,6 +226,7 @@ class Owner:
             if self.upkeep is not None and isinstance(fact, Enqueued):
                 self.upkeep.disk_full = False
             self._group_bytes += size
+            self.core.room.grew(size)
             if self.upkeep is not None:
                 self.upkeep.grew(size)
             try:
@@ -340,6 +343,8 @@ class Owner:
                 "incarnation": self.journal.incarnation,
                 "bytes": self.journal.bytes_used,
                 "durable_lsn": self.journal.durable_lsn,
+                "reserved_bytes": state.reserved_bytes,
+                "room_bytes": core.room.left,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
                 **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
@@ -484,7 +489,7 @@ class Owner:
         )
         if fresh is not None:
             tenant = self.core.known(upload.submission_id).header.tenant
-            self._require_room(tenant)
+            self._require_room(tenant, fresh.nbytes)
             whole = fresh.num_rows == upload.batch.num_rows
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
             self.quota.charge(tenant, fresh.nbytes)
@@ -525,7 +530,13 @@ class Owner:
         self.write()  # a frame of the open group has no size yet
         return held_bytes(self.core.state, self.journal)
 
-    def _require_room(self, tenant: str) -> None:
+    def _look(self, now_s: float) -> None:
+        """How much more the disk takes."""
+        self._looked_s = now_s
+        self.core.room.seen(self.journal.room_bytes())
+
+    def _require_room(self, tenant: str, size: int = 0) -> None:
+        self.core.room.require(size)
         self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
             raise Backpressure(
@@ -604,6 +615,8 @@ class Owner:
         """Time passed: expire what is due, and look now and then whether the accounts still hold."""
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._look(now_s)
         if now_s - (self._rate.seen_s or 0.0) >= RATE_EVERY_S:
             total = self.core.state.total()
             self._rate.total = total.enqueued.tokens

@@ -66,6 +66,9 @@ from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
+TOKEN_BYTES = 4
+OUTCOME_BYTES = 512  # of an outcome beside tokens and vector: ids, names, times, a short error text
+HELD = (LEASED, IN_DOUBT)
 NOTHING: Sequences = np.zeros(0, np.int64)
 PLAIN = (
     "sessions",
@@ -77,6 +80,8 @@ PLAIN = (
     "classes",
     "suspects",
     "requeues",
+    "vector_bytes",
+    "held_new",
     "cold",
 )
 
@@ -159,6 +164,9 @@ class State:
         self.lane_engine = Growing(np.int32)
         self.frames = 0
         self.lane_of: dict[LaneKey, int] = {}
+        self.held_new = 0  # tokens that leased and doubtful tasks may generate
+        self.vector_bytes: dict[str, int] = {}  # largest vector seen, by engine and sampling
+        self.lane_vector = Growing(np.int64)  # the same by lane
         self.requeues: dict[int, int] = {}  # how often, of tasks that are not retired
         self.suspects: dict[
             int, int
@@ -237,7 +245,9 @@ class State:
         new = self.index.extend(fact.rows, lsn)
         tasks = np.arange(new.start, new.stop, dtype=np.int64)
         found, inverse = np.unique(columns.shape, return_inverse=True)
-        lanes = np.array([self._feed(record, int(shape)) for shape in found], np.int32)[inverse]
+        lanes = np.array([self._feed(record, int(shape), fact.base) for shape in found], np.int32)[
+            inverse
+        ]
         index = self.index
         index.put("lane", new, lanes)
         index.put("submission", new, record.index)
@@ -277,21 +287,22 @@ class State:
         cuts = [0, *(np.flatnonzero(np.diff(lanes)) + 1).tolist(), len(tasks)]
         return [(int(lanes[a]), keys[a:b], tasks[a:b]) for a, b in pairwise(cuts)]
 
-    def _feed(self, record: SubmissionRecord, shape: int) -> int:
+    def _feed(self, record: SubmissionRecord, shape: int, base: int) -> int:
         """The lane of `shape` for this submission, opened (again) if need be."""
-        lane = self._lane_at(key_of(record.header, shape), record.header.sampling)
+        lane = self._lane_at(key_of(record.header, shape), record.header.sampling, base)
         lane.producers.add(record.index)
         record.lanes.add(lane.index)
         return lane.index
 
     def add_lane(self, lane: Lane) -> None:
         lane.order = PrefixOrder(self.index.keys_of)
+        self.lane_vector.append(self.vector_bytes.get(lane.key.product, 0))
         self.lanes.append(lane)
         if lane.key.refused_by:
             self.refused.append(lane)
 
-    def _lane_at(self, key: LaneKey, sampling: Mapping[str, Any]) -> Lane:
-        """The lane of this key, about to be fed."""
+    def _lane_at(self, key: LaneKey, sampling: Mapping[str, Any], opened_at: int = 0) -> Lane:
+        """The lane of this key, about to be fed with new tasks from `opened_at` on, or with old ones."""
         at = self.lane_of.get(key)
         if at is None:
             at = self.lane_of[key] = len(self.lanes)
@@ -304,6 +315,7 @@ class State:
         lane = self.lanes[at]
         if lane.step is Step.RETIRED:
             lane.generation += 1
+            lane.opened_at = opened_at
         lane.step = Step.ACTIVE
         return lane
 
@@ -321,6 +333,8 @@ class State:
         frame = self.index.done_frames.count
         self.index.done_frames.append(lsn)
         self.computed_padded_tokens += fact.padded_tokens
+        if fact.vector_bytes:
+            self._learn_vectors(fact.tasks, fact.vector_bytes)
         large = fact.verdicts == Verdict.TOO_LARGE
         again = fact.verdicts == Verdict.RETRY
         self._clear(fact.tasks)
@@ -529,6 +543,23 @@ class State:
             self._move_uniform(mine, source, target)
         index.state[tasks] = target
 
+    def _learn_vectors(self, tasks: Sequences, size: int) -> None:
+        """Tasks like these were answered with vectors of so many bytes."""
+        for at in distinct(self.index.lane[tasks]).tolist():
+            product = self.lanes[at].key.product
+            if size > self.vector_bytes.get(product, 0):
+                self.vector_bytes[product] = size
+                like = [lane.index for lane in self.lanes if lane.key.product == product]
+                self.lane_vector.view[like] = size
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the outcomes of all that is leased or in doubt may take in the log."""
+        tasks = self.accounts.tasks[:, : len(self.lanes)]
+        held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
+        fixed = int(held.sum()) * OUTCOME_BYTES + self.held_new * TOKEN_BYTES
+        return fixed + (int(held @ self.lane_vector.view) if self.vector_bytes else 0)
+
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
         lanes, counts, *_ = self.accounts.move(
@@ -541,6 +572,9 @@ class State:
                 add_counts(self.submission_tasks[row], records, change)
             else:
                 self.submission_tasks[row, one] += change * len(tasks)
+        if (source in HELD) is not (target in HELD):
+            new = int(index.new[tasks].sum(dtype=np.int64))
+            self.held_new += new if target in HELD else -new
         if READY in (source, target):
             sign, engines = (1 if target == READY else -1), self.lane_engine.view[lanes]
             if isinstance(lanes, int):
@@ -595,7 +629,8 @@ class State:
             found.append("open leases differ from those of the log")
         found += _unequal_records(self.submissions, other.submissions)
         for lane, twin in zip(self.lanes, other.lanes, strict=False):
-            if (lane.key, lane.generation, lane.step) != (twin.key, twin.generation, twin.step):
+            mine, theirs = ((x.key, x.generation, x.step, x.opened_at) for x in (lane, twin))
+            if mine != theirs:
                 found.append(
                     f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}"
                 )

@@ -20,6 +20,7 @@ from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
 from fabric_pipelines.broker.order import RUN_MAX
 from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
+from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.state import Effects, State
 from fabric_pipelines.records.batch import Budget
 
@@ -83,8 +84,10 @@ class _RowsAway(Exception):
 
 
 class Supply:
-    def __init__(self, state: State, merge_waste: float) -> None:
+    def __init__(self, state: State, merge_waste: float, room: Room | None = None) -> None:
+        """`room`: for the outcomes of what is leased; without one there is no end of it."""
         self._state = state
+        self._room = room or Room(state)
         self._merge_waste = merge_waste
         self._queues: dict[str, LaneQueue] = {}
         self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
@@ -197,7 +200,7 @@ class Supply:
         front = self._front_is_for(lane, asker)
         grant = self._cut(queue, lane, fair, asker.name, front=front)
         if grant is None:
-            self.held_back = SUSPECTS_ALONE
+            self.held_back = self.held_back or SUSPECTS_ALONE
             return None
         queue.charge(lane.key.tenant, grant.tokens)
         return grant
@@ -260,10 +263,15 @@ class Supply:
         prompt = index.prompt[tasks].astype(np.int64)
         shared = self._shared(lane, tasks, prompt)
         new = index.new[tasks].astype(np.int64) if budget.kv_tokens is not None else NO_PLACES
-        count = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
+        packed = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
+        count = self._room.cut(lane, tasks[:packed])
+        if not count:
+            self.held_back = NO_ROOM
+            return None
         thin = lane.step is Step.DRAINING and lane.key.length and not lane.fills(budget)
         if thin and count == len(tasks) == lane.ready and not lane.order.has_front:
-            tasks = self._take_merged(queue, view, budget)
+            most = max(count, self._room.sequences(lane, budget.sequences))
+            tasks = self._take_merged(queue, view, replace(budget, sequences=most))
             return self._granted(self._state.next_lease, lane, tasks)
         tokens = int(prompt[:count].sum())
         return Grant(self._state.next_lease, lane, self._take(view, count), shared[:count], tokens)

@@ -108,7 +108,8 @@ class Upkeep:
 
     @property
     def pressed(self) -> bool:
-        return self.disk_full or self.journal.bytes_used >= self.rhythm.high_water
+        tight = self.disk_full or self.core.room.is_tight
+        return tight or self.journal.bytes_used >= self.rhythm.high_water
 
     def tick(self) -> None:
         now_s = self.clock.monotonic_s()

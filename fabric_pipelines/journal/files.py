@@ -38,6 +38,9 @@ class FileOps(Protocol):
     def fsync_folder(self, folder: Path) -> None: ...
     def rename(self, source: Path, target: Path) -> None: ...
     def unlink(self, path: Path) -> None: ...
+    def free_bytes(self, folder: Path) -> int:
+        """What the file system of `folder` has for us."""
+
     def forget_cache(self, fd: int) -> None:
         """Drop clean cached pages, so that the next read comes from the device: after a failed fsync the
         cache may hold what the device never got (Rebello et al., ATC'20)."""
@@ -112,6 +115,10 @@ class OsFileOps:
 
     def unlink(self, path: Path) -> None:
         path.unlink()
+
+    def free_bytes(self, folder: Path) -> int:
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
 
     def forget_cache(self, fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -228,6 +228,15 @@ class Journal:
         spare = self.segment_bytes if self._spare else 0
         return sum(s.size for s in self._segments if not s.cold) + spare
 
+    def room_bytes(self) -> int:
+        """What the disk can still take as frames, less the part of each segment that not every frame may use: the
+        rest of this one, and whole segments in reserve, recycled, or out of free space."""
+        free = self._ops.free_bytes(self.folder) // self.segment_bytes
+        whole = free + len(self._free) + (self._spare is not None)
+        active = self._segments[-1]
+        rest = max(active.size * 7 // 8 - active.end - self._group_bytes, 0)
+        return whole * (self.segment_bytes * 7 // 8) + rest
+
     def append(
         self,
         kind: int,

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fabric_pipelines.records.arrow import require_schema
 
 STATUSES = ("ok", "refused", "failed")
 FINISH_REASONS = ("stop", "length", "single_pass", "oversized", "timeout", "cancelled", "error")
 ERROR_TEXT_BYTES_MAX = 256
+VECTOR_ELEMENT_BYTES = 2
 
 COMPLETION_SCHEMA = pa.schema(
     [
@@ -65,6 +67,14 @@ def completion_batch(columns: Mapping[str, Sequence[Any] | pa.Array]) -> pa.Reco
     batch = pa.RecordBatch.from_arrays(arrays, schema=COMPLETION_SCHEMA)
     require_schema(batch, COMPLETION_SCHEMA, "completion batch")
     return batch
+
+
+def largest_vector(batch: pa.RecordBatch) -> int:
+    """Bytes of the largest vector in a completion batch, 0 without any."""
+    vectors = batch.column("vector")
+    if vectors.null_count == batch.num_rows:
+        return 0
+    return VECTOR_ELEMENT_BYTES * int(pc.max(pc.list_value_length(vectors)).as_py())
 
 
 def clip_error_text(text: str) -> str:

@@ -40,6 +40,11 @@ class LaneKey:
     output_class: int
     refused_by: int = 0
 
+    @property
+    def product(self) -> str:
+        """What decides how large a result is, but for the number of tokens."""
+        return f"{self.engine}/{self.sampling}"
+
     def as_json(self) -> dict[str, Any]:
         """Without `refused_by` where nobody refused, which is nearly always."""
         values = asdict(self)

@@ -27,6 +27,7 @@ class MemoryJournal:
     journal_id: str = "00" * 16
     full: bool = False
     broken: bool = False
+    room: int | None = None
     commits: int = 0
     _durable: list[Frame] = field(default_factory=list)
     _written: list[Frame] = field(default_factory=list)
@@ -47,6 +48,9 @@ class MemoryJournal:
     @property
     def durable_lsn(self) -> int:
         return len(self._durable)
+
+    def room_bytes(self) -> int | None:
+        return self.room
 
     @property
     def bytes_used(self) -> int:

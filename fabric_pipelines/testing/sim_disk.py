@@ -113,7 +113,7 @@ class ProcessKilled(BaseException):
 class SimDisk:
     """FileOps over an image. `lying` names calls that report success and do nothing (mutations); `failing`
     maps the number of a call (0, 1, ...) to the errno it raises; from call `killed_at` on the process is dead,
-    until `restart`; `calls` counts them."""
+    until `restart`; `calls` counts them. fallocate fails with ENOSPC above `capacity` bytes in files."""
 
     def __init__(
         self,
@@ -122,8 +122,10 @@ class SimDisk:
         lying: Iterable[str] = (),
         failing: Mapping[int, int] | None = None,
         killed_at: int | None = None,
+        capacity: int = 1 << 50,
     ) -> None:
         self.start = (image or Image()).copy()
+        self.capacity = capacity
         self.log: list[Op] = []
         self.calls = 0
         self.call_names: list[str] = []
@@ -179,8 +181,18 @@ class SimDisk:
         self._call("size")
         return len(self._cache.contents.get(self._open[fd], b""))
 
+    def size_of(self, inode: int) -> int:
+        return len(self._cache.contents.get(inode, b""))
+
+    def free_bytes(self, folder: Path) -> int:
+        """`capacity` less all files there are, wherever they lie."""
+        used = sum(self.size_of(inode) for inode in set(self._cache.entries.values()))
+        return self.capacity - used
+
     def fallocate(self, fd: int, size: int) -> None:
         self._call("fallocate")
+        if size - self.size_of(self._open[fd]) > self.free_bytes(Path()):
+            raise OSError(errno.ENOSPC, "full")
         self._do_content(Allocate(self._open[fd], size))
 
     def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:

@@ -58,7 +58,7 @@ def test_running_it_again_submits_nothing_and_builds_nothing(demo: Demo) -> None
     assert (first["tasks_ran"], second["tasks_ran"]) == (first["tasks"], 0)
     same = ("receipt_id", "tokens_in", "tokens_out", "tasks", "rows_landed", "verifier_pass_rate")
     assert [first[name] for name in same] == [second[name] for name in same]
-    with BrokerClient(demo.settings.broker_endpoint, role="producer") as client:
+    with BrokerClient(demo.settings.broker_endpoint, role="admin") as client:
         total = client.status().total
         assert client.verify().differences == []
     assert total.balance == ZERO

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
-from fabric_pipelines import settings
+from fabric_pipelines import api, cli, settings
 from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.errors import Backpressure
 from tests.support_broker import submission_of, tasks_of
@@ -91,3 +94,24 @@ def test_a_producer_with_patience_outlives_a_kill_of_the_broker(start: Any) -> N
     assert (state.enqueued, state.closed) == (200, True)
     assert all(line.startswith("waiting for the broker") for line in said)
     require_whole(broker, 200, finish_everything(broker))
+
+
+def test_a_person_who_submits_to_a_full_broker_reads_that_it_waits_for_room(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, held = start(tenant_high_water_bytes=SHARE), batches_of(5)
+    with broker.client("producer") as client:
+        client.submit(submission_of(held, 1), held)
+
+    def while_it_waits(seconds: float) -> None:
+        finish_everything(broker)
+
+    monkeypatch.setattr(api, "Patience", partial(Patience, sleep=while_it_waits))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"tokens": [1, 2, 3]}\n')
+    engine = "smollm2-135m-instruct@ctranslate2-int8"
+    what = ["submit", str(file), "--function", "generate", "--engine", engine, "--json"]
+    done = CliRunner().invoke(cli.app, ["--home", str(broker.settings.home), *what])
+    assert done.exit_code == 0, done.output
+    assert "waiting for room in the broker, asking again in" in done.stderr
+    assert json.loads(done.stdout)["enqueued"] == 1

@@ -65,7 +65,12 @@ def test_a_snapshot_gives_the_state_back_bit_for_bit(bench: DiskBench) -> None:
     assert again.audit() == []
 
 
-def test_a_snapshot_does_not_move_with_its_state(bench: DiskBench) -> None:
+@pytest.mark.parametrize("block_rows", [1, 3, 1 << 16])
+def test_a_snapshot_does_not_move_with_its_state(
+    bench: DiskBench, monkeypatch: pytest.MonkeyPatch, block_rows: int
+) -> None:
+    """Whether a block is copied, kept as one value or handed out as it is, because all of it is retired."""
+    monkeypatch.setattr(snapshot, "BLOCK_ROWS", block_rows)
     work(bench)
     before = snapshot.take(bench.owner.core.state)
     frozen = {name: column.copy() for name, column in before.columns.items()}
@@ -439,14 +444,15 @@ def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) ->
 def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     """A new field of the state must be saved, or named here as derived."""
     derived = {"by_submission", "session_leases", "lane_of", "refused", "recounter"}
+    derived |= {"lane_vector", "held_new"}
     saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
     saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
     saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames", "cold"}
-    saved |= {"classes", "suspects", "requeues"}
+    saved |= {"classes", "suspects", "requeues", "vector_bytes"}
     assert set(vars(State(1))) == saved | derived
     index = {"count", "_capacity", "_columns", "base", "frames", "done_frames", "moved", *COLUMNS}
     assert set(vars(State(1).index)) == index
-    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers"}
+    lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers", "opened_at"}
     assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting", "away"}
     record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
     assert set(SubmissionRecord.__dataclass_fields__) == record

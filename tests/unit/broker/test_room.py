@@ -1,201 +1,221 @@
-"""Room: what a tenant may hold on disk and in memory, and how a producer waits for more."""
+"""Space for outcomes is promised when their tasks are leased: leases wait for it, and no outcome ever does."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 
-import pyarrow as pa
+import numpy as np
 import pytest
 
-from fabric_pipelines.broker.credits import FRAME_BYTES_MAX, Credits, require_size
-from fabric_pipelines.broker.patience import AWAY_FIRST_S, AWAY_MOST_S, Patience
-from fabric_pipelines.broker.pieces import UPLOAD_BYTES, Pieces
-from fabric_pipelines.broker.quota import RECOUNT_S, held_bytes
-from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import Backpressure, BrokerUnavailable, UsageError
-from tests.support_broker import Bench, ids_of, submission_of, tasks_of
+from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.broker.room import NO_ROOM
+from fabric_pipelines.broker.state import OUTCOME_BYTES, TOKEN_BYTES
+from fabric_pipelines.errors import Backpressure
+from fabric_pipelines.ids import sequence_of
+from fabric_pipelines.journal import OsFileOps
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.completion import completion_batch
+from fabric_pipelines.records.lease import Lease
+from fabric_pipelines.testing.sim_disk import SimDisk
+from tests.support_broker import (
+    EMBED,
+    PLENTY,
+    Bench,
+    completions,
+    ids_of,
+    ipc_of,
+    submission_of,
+    tasks_of,
+)
+from tests.support_broker_disk import DiskBench
 
-MARK = 10_000
-
-
-def bench_with_share() -> Bench:
-    bench = Bench()
-    bench.owner.quota.mark = MARK
-    return bench
-
-
-def fill(bench: Bench, tenant: str, marks: Iterator[int]) -> int:
-    """Submissions that were taken until one was refused."""
-    taken = 0
-    while True:
-        before = bench.journal.next_lsn
-        refused = refusal(bench, tenant, next(marks))
-        if refused is not None:
-            assert refused.retry_after_s > 0
-            assert f"tenant {tenant!r}" in str(refused)
-            assert bench.journal.next_lsn == before
-            return taken
-        taken += 1
+NEW = 1000
+EACH = NEW * TOKEN_BYTES + OUTCOME_BYTES
 
 
-def refusal(bench: Bench, tenant: str, mark: int) -> Backpressure | None:
-    batches = [tasks_of([100] * 5, seed=mark)]
-    try:
-        bench.submit(submission_of(batches, mark, tenant=tenant), batches)
-    except Backpressure as refused:
-        return refused
-    return None
+@pytest.fixture
+def bench() -> Bench:
+    """Twenty tasks that may generate 1,000 tokens each."""
+    made = Bench(Limits(lease_s=10.0, attempts_max=2))
+    batch = tasks_of([20] * 20, new=NEW)
+    made.submit(submission_of([batch]), [batch])
+    made.attach()
+    return made
 
 
-def test_a_tenant_at_its_share_is_refused_and_another_is_not() -> None:
-    bench, marks = bench_with_share(), iter(range(1000))
-    assert fill(bench, "acme", marks) == fill(bench, "beta", marks) > 1
-    held = held_bytes(bench.owner.core.state, bench.journal)
-    assert min(held.values()) >= MARK
-    assert sum(held.values()) <= bench.journal.bytes_used
+def see(bench: Bench, room: int) -> None:
+    bench.journal.room = room
+    bench.time.seconds += 0.3
+    bench.owner.renew("w")
+    bench.owner.tick()
 
 
-def test_room_comes_back_with_outcomes_not_with_time_and_is_looked_for_once_a_second() -> None:
-    bench, marks = bench_with_share(), iter(range(1000))
-    taken = fill(bench, "acme", marks)
-    bench.time.seconds += 3600
-    assert fill(bench, "acme", marks) == 0
-    bench.attach()
+def reserved(bench: Bench) -> int:
+    return bench.owner.core.state.reserved_bytes
+
+
+def test_a_lease_is_cut_to_what_the_disk_has_room_for_and_the_next_one_waits(bench: Bench) -> None:
+    see(bench, 5 * EACH + 400)
     lease = bench.lease()
     assert lease is not None
-    bench.finish(lease)
-    assert fill(bench, "acme", marks) == 0  # counted a moment ago
-    bench.time.seconds += RECOUNT_S
-    assert fill(bench, "acme", marks) == taken
+    assert len(ids_of(lease)) == 5
+    assert reserved(bench) == 5 * EACH
+    nothing, reason = bench.owner.lease("w", PLENTY, -1)
+    assert (nothing, reason) == (None, NO_ROOM)
+    assert bench.owner.renew("w").hold
+    assert bench.owner.core.counters["held_for_room"] == 1
+    assert bench.counts() == {"ready": 15, "leased": 5}
+    assert bench.owner.core.stranded() == []
 
 
-def test_after_a_restart_the_share_is_counted_from_the_log() -> None:
-    bench, marks = bench_with_share(), iter(range(1000))
-    fill(bench, "acme", marks)
+def test_the_promise_ends_when_a_task_is_computed_fails_comes_back_or_runs_out(
+    bench: Bench,
+) -> None:
+    lease = bench.lease(budget=Budget(8, 1 << 20, None))
+    assert lease is not None
+    ids = ids_of(lease)
+    assert reserved(bench) == 8 * EACH
+    bench.report(ids[:2], "ok")
+    assert reserved(bench) == 6 * EACH
+    bench.report(ids[2:3], "failed")
+    assert reserved(bench) == 5 * EACH
+    bench.owner.nack("w", np.array(ids[3:5], np.int64), "not now", False)
+    assert reserved(bench) == 3 * EACH
+    bench.owner.commit()
     bench.crash()
-    bench.owner.quota.mark = MARK
-    assert fill(bench, "acme", marks) == 0
-    assert fill(bench, "beta", marks) > 1
-
-
-def test_a_refusal_leaves_the_backlog_that_filled_the_share_as_it_was() -> None:
-    bench, marks = bench_with_share(), iter(range(1000))
-    taken = fill(bench, "acme", marks)
+    assert reserved(bench) == 3 * EACH, "a restart finds the promise of what is in doubt"
     bench.attach()
-    lease = bench.lease()
-    assert lease is not None
-    assert len(ids_of(lease)) == 5 * taken
+    assert reserved(bench) == 0
     assert bench.owner.verify().differences == []
 
 
-def test_credits_are_given_per_tenant_and_in_total_and_given_back() -> None:
-    room = Credits(total=100, tenant=60, patience_s=0)
-    room.take("a", 60)
-    with pytest.raises(Backpressure, match="60 bytes of tenant 'a'") as refused:
-        room.take("a", 1)
-    assert refused.value.retry_after_s > 0
-    room.take("b", 40)
-    with pytest.raises(Backpressure, match="100 in all"):
-        room.take("c", 1)
-    assert (room.held, room.refusals) == (100, 2)
-    room.give("a", 60)
-    room.take("c", 60)
-    room.give("c", 60)
-    room.give("b", 40)
-    assert room.held == 0
+def test_leases_go_on_when_space_is_there_again(bench: Bench) -> None:
+    see(bench, EACH)
+    lease = bench.lease()
+    assert lease is not None
+    assert len(ids_of(lease)) == 1
+    assert bench.owner.lease("w", PLENTY, -1)[1] == NO_ROOM
+    see(bench, 100 * EACH)
+    assert not bench.owner.renew("w").hold
+    again = bench.lease()
+    assert again is not None
+    assert len(ids_of(again)) == 19
 
 
-def test_a_stream_without_credit_goes_on_as_soon_as_some_comes_back() -> None:
-    room = Credits(total=10, tenant=10, patience_s=60)
-    room.take("a", 10)
-    waiter = threading.Thread(target=room.take, args=("a", 5))
-    waiter.start()
-    room.give("a", 10)
-    waiter.join(30)
-    assert not waiter.is_alive()
-    assert (room.held, room.refusals) == (5, 0)
+def test_with_nothing_under_way_one_task_goes_however_full_the_disk_is(bench: Bench) -> None:
+    see(bench, 10)
+    seen = set()
+    for _ in range(20):
+        lease = bench.lease()
+        assert lease is not None
+        (task,) = ids_of(lease)
+        seen.add(task)
+        assert bench.lease() is None
+        bench.finish(lease)
+        assert bench.lease() is None, "what is computed frees space when it has landed"
+        bench.retire(bench.pull())
+    assert len(seen) == 20
 
 
-def test_a_batch_that_no_credit_would_do_for_is_refused_for_good() -> None:
-    require_size(FRAME_BYTES_MAX)
-    with pytest.raises(UsageError, match="send fewer tasks"):
-        require_size(FRAME_BYTES_MAX + 1)
+def test_new_tasks_do_not_take_promised_space(bench: Bench) -> None:
+    see(bench, 40 * EACH)
+    lease = bench.lease()
+    assert lease is not None
+    batch = tasks_of([2000] * 11, seed=5)
+    assert EACH < batch.nbytes < 21 * EACH
+    header = submission_of([batch], 7)
+    see(bench, 21 * EACH)
+    with pytest.raises(Backpressure, match="promised to outcomes"):
+        bench.submit(header, [batch])
+    bench.finish(lease)
+    bench.submit(header, [batch])
 
 
-@dataclass
-class Slept:
-    """Time that passes by sleeping only."""
-
-    now_s: float = 0.0
-    naps: list[float] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-        self.now_s += seconds
-
-    def patience(self, limit_s: float, draw: float = 0.0) -> Patience:
-        clock = Clock(lambda: self.now_s, lambda: 0)
-        return Patience(limit_s, self.said.append, clock, self.sleep, lambda: draw)
-
-
-def test_a_full_broker_is_asked_again_no_sooner_than_it_said_and_not_for_ever() -> None:
-    time, full = Slept(), Backpressure("full", retry_after_s=5.0)
-    patience = time.patience(20, draw=0.5)
-    for _ in range(3):
-        patience.wait(full)
-    assert (
-        time.naps == [6.25] * 3
-    )  # what it said, and a share on top that differs between producers
-    with pytest.raises(Backpressure) as refused:
-        patience.wait(full)
-    assert refused.value is full
-    assert time.said == ["waiting for room in the broker, asking again in 6.2 s: full"] * 3
+def test_the_size_of_vectors_is_learned_from_the_first_that_come(tmp_path: Path) -> None:
+    bench = DiskBench(Limits(lease_s=10.0), folder=tmp_path, segment_bytes=1 << 16)
+    batch = tasks_of([20] * 12, new=0)
+    bench.submit(submission_of([batch], sampling=EMBED), [batch])
+    bench.attach()
+    first = bench.lease(budget=Budget(2, 1 << 20, None))
+    assert first is not None
+    assert reserved(bench) == 2 * OUTCOME_BYTES
+    columns = completions(ids_of(first)).to_pydict()
+    columns["vector"] = [[0.5] * 384] * 2
+    vectors = completion_batch({name: columns[name] for name in columns})
+    bench.owner.computed("w", vectors, ipc_of(vectors))
+    bench.owner.commit()
+    assert bench.lease(budget=Budget(3, 1 << 20, None)) is not None
+    assert reserved(bench) == 3 * (OUTCOME_BYTES + 768)
+    bench.checkpoint()
+    bench.crash()
+    assert reserved(bench) == 3 * (OUTCOME_BYTES + 768)
+    assert bench.owner.verify().differences == []
+    bench.close()
 
 
-def test_the_limit_is_of_waiting_without_progress() -> None:
-    time = Slept()
-    patience = time.patience(6)
-    for _ in range(10):
-        patience.wait(Backpressure("full", retry_after_s=5.0))
-        patience.progressed()
-    assert time.now_s == 50
+def test_what_is_promised_is_enough_for_the_bytes_of_an_outcome() -> None:
+    """Per row of a batch of 64, as a worker sends it, for the longest output that was allowed."""
+    rows = 64
+    columns = completions(list(range(rows))).to_pydict()
+    columns["output"] = [list(range(NEW))] * rows
+    columns["error_text"] = ["x" * 200] * rows
+    columns["engine_fingerprint"] = ["f" * 64] * rows
+    batch = completion_batch(columns)
+    assert len(ipc_of(batch)) / rows <= EACH
 
 
-def test_a_broker_that_is_away_is_tried_at_growing_intervals() -> None:
-    time = Slept()
-    patience = time.patience(60)
-    with pytest.raises(BrokerUnavailable):  # noqa: PT012 - any of them may be the last
-        while True:
-            patience.wait(BrokerUnavailable("away"))
-    assert time.naps[:4] == [AWAY_FIRST_S * 2**at for at in range(4)]
-    assert max(time.naps) == AWAY_MOST_S
-    assert time.now_s <= 60
+def test_on_a_small_disk_leases_wait_no_outcome_does_and_all_is_done() -> None:
+    segment, capacity = 1 << 18, 5 << 18
+    bench = DiskBench(
+        Limits(lease_s=1e6, attempts_max=2),
+        ops=SimDisk(capacity=capacity),
+        segment_bytes=segment,
+    )
+    bench.attach()
+    done = waited = 0
+    held: list[Lease] = []
+    total = 600
+    batches = [tasks_of([20] * 20, seed=at, new=NEW) for at in range(total // 20)]
+    header = submission_of(batches)
+    bench.owner.open_submission(header)
+    sent = 0
+    for _ in range(2000):
+        if sent < len(batches):
+            try:
+                bench.upload(header, sent * 20, batches[sent])
+                bench.owner.commit()
+                sent += 1
+            except Backpressure:
+                pass
+        lease, reason = bench.owner.lease("w", Budget(4, 1 << 20, None), -1)
+        waited += reason == NO_ROOM
+        held += [] if lease is None else [lease]
+        if held and (lease is None or len(held) > 60):
+            lease = held.pop(0)
+            columns = completions(ids_of(lease)).to_pydict()
+            columns["output"] = [list(range(NEW))] * lease.tasks.num_rows
+            outcome = completion_batch(columns)
+            bench.owner.computed("w", outcome, ipc_of(outcome))
+            bench.owner.commit()
+        landed = bench.pull()
+        done += bench.retire(landed) if landed else 0
+        bench.settle(1)
+        if sent == len(batches) and done == total:
+            break
+    assert (sent, done) == (len(batches), total)
+    assert waited > 0, "the disk was large enough all the time"
+    assert bench.owner.close_submission(header.submission_id).closed
+    upkeep = bench.owner.upkeep
+    assert upkeep is not None
+    assert upkeep.counters["segments_dropped"] > 3
+    assert bench.owner.verify().differences == []
 
 
-def test_what_was_sent_and_not_answered_is_sent_again_from_a_generator_too() -> None:
-    batches = [tasks_of([10] * 4, seed=at) for at in range(5)]
-    pieces = Pieces(iter(batches))
-    first = pieces.from_row(0)
-    sent = [next(first) for _ in range(3)]
-    pieces.forget_below(6)
-    again = list(pieces.from_row(6))
-    assert [(row, batch.num_rows) for row, batch in again] == [(6, 2), (8, 4), (12, 4), (16, 4)]
-    assert again[0][1].equals(sent[1][1].slice(2))
-    whole = pa.Table.from_batches([batch for _, batch in again])
-    assert whole.equals(pa.Table.from_batches(batches).slice(6))
-
-
-def test_rows_that_are_there_already_are_not_kept() -> None:
-    batches = [tasks_of([10] * 4, seed=at) for at in range(5)]
-    assert [row for row, _ in Pieces(batches).from_row(17)] == [17]
-    assert list(Pieces(batches).from_row(20)) == []
-
-
-def test_large_batches_are_cut() -> None:
-    pieces = list(Pieces([tasks_of([4000] * 800)]).from_row(0))
-    assert len(pieces) > 2
-    assert max(piece.nbytes for _, piece in pieces) <= UPLOAD_BYTES
-    assert sum(piece.num_rows for _, piece in pieces) == 800
+def test_the_real_disk_is_asked(tmp_path: Path) -> None:
+    assert OsFileOps().free_bytes(tmp_path) > 0
+    bench = DiskBench(folder=tmp_path)
+    status = bench.owner.status().journal
+    assert status["reserved_bytes"] == 0
+    assert status["room_bytes"] > 0
+    assert sequence_of(0) == 0
+    bench.close()
