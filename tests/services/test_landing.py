@@ -1,4 +1,4 @@
-"""Landing: one transaction a batch, replays that change nothing, poison that costs one row."""
+"""Landing: one transaction a batch, replays that change nothing, poison that costs one row; on every server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fabric_pipelines.errors import (
 )
 from fabric_pipelines.records.arrow import from_ipc
 from tests.services.cut_wire import WireCutter
+from tests.support import ON_EVERY_SERVER
 from tests.support_completions import pulled_batch
+
+pytestmark = ON_EVERY_SERVER
 
 
 def _land(database: Database, batch: pa.RecordBatch, **more: object) -> Landed:
