@@ -88,6 +88,30 @@ def bench_crash(
         raise CheckFailed(f"a promise is broken: {found['broken'][0]}")
 
 
+@app.command("landing")
+def bench_landing(
+    ctx: typer.Context,
+    rows: Annotated[int, typer.Option(min=5_000, help="Rows a round.")] = 40_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Of each mode of the governor's part, a round.")
+    ] = 8.0,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="ways, prices or governor; may be given more than once."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a row costs to land beside other ways into Postgres, what indexes add, what the governor spares."""
+    from fabric_pipelines import settings
+    from fabric_pipelines.bench.landing.measure import PARTS, Options, measure, table
+
+    CTRL_C.begin()
+    options = Options(rows, rounds, seconds, tuple(part or PARTS))
+    report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
+    _print(report, table(report), as_json)
+
+
 def _print(found: Mapping[str, Any], text: str, as_json: bool) -> None:
     sys.stdout.write(json.dumps(plain(found), allow_nan=False) if as_json else text)
     sys.stdout.write("\n")
