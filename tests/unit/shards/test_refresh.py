@@ -216,6 +216,15 @@ def test_a_lopsided_increment_is_a_full_build(built, rows, tmp_path, monkeypatch
     assert "times the mean" in why_full(built, tmp_path)
 
 
+def test_many_empty_lists_are_a_full_build(built, tmp_path):
+    """One of eight is dissolved: 12.5 %."""
+    with shards.open_shard(built, tmp_path, "notes") as shard:
+        smallest = int(np.argmin(np.diff(shard.indptr)))
+        ids = shard.list_rows(smallest)[1]
+    built.remove(ids[: int(len(ids) * 0.8) + 1])
+    assert why_full(built, tmp_path) == "12.5% of the lists are empty"
+
+
 def test_a_fall_of_recall_is_a_full_build_and_the_increment_is_thrown_away(
     built, rows, tmp_path, monkeypatch
 ):
