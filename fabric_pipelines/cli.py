@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from fabric_pipelines.bench.commands import app as bench_app
 from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
+from fabric_pipelines.cli_db import app as db_app
 from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.cli_receipts import app as receipt_app
 from fabric_pipelines.console import emit as _emit
@@ -119,10 +120,10 @@ def _group(name: str, text: str) -> typer.Typer:
     return group
 
 
-db_app = _group("db", "The database that results land in.")
 config_app = _group("config", "Settings, and where each came from.")
 kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
+app.add_typer(db_app, name="db")
 app.add_typer(models_app, name="models")
 app.add_typer(broker_app, name="broker")
 app.add_typer(receipt_app, name="receipt")
@@ -391,41 +392,6 @@ def _mean(values: Any) -> float | None:
     """Mean of what is finite, None when nothing is."""
     finite = values[values == values]  # NaN differs from itself
     return float(finite.mean()) if len(finite) else None
-
-
-# ---- database
-
-
-@db_app.command("url")
-def db_url(ctx: typer.Context, as_json: Json = False) -> None:
-    """The URL for psql and other clients."""
-    from fabric_pipelines.dataplane.database import database_url
-
-    url = database_url(_settings(ctx))
-    if as_json:
-        _emit({"url": url}, as_json)
-    else:
-        sys.stdout.write(url + "\n")
-
-
-@db_app.command("status")
-def db_status(ctx: typer.Context, as_json: Json = False) -> None:
-    """Server version, cluster and vector type."""
-    from fabric_pipelines.dataplane.database import Database
-    from fabric_pipelines.settings import redact
-
-    database = Database.of(_settings(ctx))
-    answer = {"url": redact(database.url), **plain(database.identity)}
-    major, minor = divmod(answer["server_version"], 10_000)
-    _emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
-
-
-@db_app.command("migrate")
-def db_migrate(ctx: typer.Context, as_json: Json = False) -> None:
-    """Bring the schema up to this program's version."""
-    from fabric_pipelines.dataplane.database import Database
-
-    _emit({"applied": Database.of(_settings(ctx)).migrate()}, as_json)
 
 
 # ---- settings, broker, receipts, kernels, worker

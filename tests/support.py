@@ -11,6 +11,12 @@ import pytest
 
 T = TypeVar("T")
 
+MAJORS = (15, 16, 18)
+"""The oldest Postgres that we take, from Debian, and the two that the embedded package holds."""
+ON_EVERY_SERVER = pytest.mark.parametrize(
+    "postgres", MAJORS, indirect=True, ids=[f"pg{major}" for major in MAJORS]
+)
+
 
 def skip_or_fail(reason: str) -> NoReturn:
     """CI installs everything, so there a missing thing is a fault; elsewhere it is said and skipped."""

@@ -65,10 +65,7 @@ class Checkpoints:
         except OSError as fault:
             if fault.errno in FULL:
                 return None
-            raise StorageFailed(
-                f"checkpoint {path} could not be written ({fault.strerror or fault}): check the disk, then "
-                "start the broker again"
-            ) from fault
+            raise _failed(path, "written", fault) from fault
         self._reserved = 0
         fact = CheckpointTaken(lsn, digest, size)
         if isinstance(found := self.load(fact), str):
@@ -90,42 +87,56 @@ class Checkpoints:
             self._reserved = wanted
         except OSError as fault:
             if fault.errno not in FULL:
-                raise StorageFailed(
-                    f"{ready} could not be prepared ({fault.strerror or fault}): check the disk, then start "
-                    "the broker again"
-                ) from fault
+                raise _failed(ready, "prepared", fault) from fault
 
     def load(self, fact: CheckpointTaken) -> Snapshot | str:
         """The snapshot that the fact speaks of, or why there is none."""
         path = self._folder / f"{PREFIX}{fact.lsn:016d}"
-        if path.name not in self._ops.names(self._folder):
-            return f"{path.name} is missing"
-        fd = self._ops.open(path)
         try:
-            self._ops.forget_cache(fd)
-            raw = read_exactly(self._ops, fd, self._ops.size(fd), 0)
-        finally:
-            self._ops.close(fd)
+            if path.name not in self._ops.names(self._folder):
+                return f"{path.name} is missing"
+            raw = self._read(path)
+        except OSError as fault:
+            raise _failed(path, "read", fault) from fault
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def _read(self, path: Path) -> memoryview:
+        fd = self._ops.open(path)
+        try:
+            self._ops.forget_cache(fd)
+            return read_exactly(self._ops, fd, self._ops.size(fd), 0)
+        finally:
+            self._ops.close(fd)
+
     def keep(self, lsns: Collection[int]) -> None:
         """Remove the files of all other checkpoints."""
-        for name in self._ops.names(self._folder):
-            number = name.removeprefix(PREFIX)
-            if number != name and number.isdigit() and int(number) not in lsns:
-                self._ops.unlink(self._folder / name)
+        try:
+            for name in self._ops.names(self._folder):
+                number = name.removeprefix(PREFIX)
+                if number != name and number.isdigit() and int(number) not in lsns:
+                    self._ops.unlink(self._folder / name)
+        except OSError as fault:
+            raise _failed(self._folder, "rid of old checkpoints", fault) from fault
+
+
+def _failed(path: Path, doing: str, fault: OSError) -> StorageFailed:
+    return StorageFailed(
+        f"{path} could not be {doing} ({fault.strerror or fault}): check the disk, then start the broker again"
+    )
 
 
 def encode(
     head: bytes, columns: Iterable[tuple[str, Column]], lsn: int, journal_id: str
-) -> tuple[list[bytes], str]:
-    """The pieces of the file, one after the other, and the digest of its head, which covers them all."""
+) -> tuple[list[bytes | memoryview], str]:
+    """The pieces of the file, one after the other, and the digest of its head, which covers them all. Nothing is
+    copied on the way: a column of ten million keys is 80 MB, packed or not."""
     codec: Codec = pa.Codec("zstd", 1)
-    sections, bodies, offset = [], [], 0
+    sections, offset = [], 0
+    bodies: list[bytes | memoryview] = []
     for name, column in chain([("head", np.frombuffer(head, np.uint8))], columns):
         plain = np.ascontiguousarray(column)
-        body = codec.compress(pa.py_buffer(plain), asbytes=True) if plain.nbytes else b""
+        body = _packed(codec, plain)
         sections.append(
             {
                 "name": name,
@@ -136,13 +147,20 @@ def encode(
                 "crc32c": crc32c(body),
             }
         )
-        body += bytes(padded(len(body)) - len(body))
-        bodies.append(body)
-        offset += len(body)
+        bodies += [body, bytes(padded(len(body)) - len(body))]
+        offset += padded(len(body))
     text = canonical_json({"journal_id": journal_id, "lsn": lsn, "sections": sections})
     preamble = PREAMBLE.pack(MAGIC, VERSION, len(text), crc32c(text))
     whole = (preamble + text).ljust(padded(PREAMBLE.size + len(text)), b"\0")
     return [whole, *bodies], hashlib.sha256(whole).hexdigest()
+
+
+def _packed(codec: Codec, plain: Column) -> memoryview:
+    if not plain.nbytes:
+        return memoryview(b"")
+    packed = codec.compress(pa.py_buffer(plain))
+    # a resized Arrow buffer still tells memoryview the length it once had; a slice of it does not
+    return memoryview(packed.slice(0, packed.size))
 
 
 def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot | str:

@@ -1,8 +1,8 @@
 """Snapshot: a whole State as one JSON head and named columns, and back.
 
-The columns are the canonical form of a state: two states are equal bit for bit when these are. Columns whose
-live rows never change are handed out as views, so that taking a snapshot costs a copy of the changing ones
-only. Derived structures (lane orders, the queue of computed tasks) are left out; they follow from the state.
+The columns are the canonical form of a state: two states are equal bit for bit when these are. Rows that never
+change again are handed out as views and stretches of one value as that value, so that taking a snapshot costs
+a copy of what is under way only. Derived structures (lane orders, the queue of computed tasks) are left out; they follow from the state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.broker.accounts import STATES
+from fabric_pipelines.broker.accounts import RETIRED, STATES, only
 from fabric_pipelines.broker.facts import Uploaded
 from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
@@ -28,6 +28,7 @@ Column = npt.NDArray[Any]
 
 WRITTEN_ONCE = frozenset({"submission", "prompt", "new", "key"})
 SPARE_ROWS = 1024
+BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,9 @@ class Snapshot:
     columns: Mapping[str, Column]
 
     def drained(self) -> Iterator[tuple[str, Column]]:
-        """Each column, which is forgotten before the next one: a snapshot that was taken is half of an index."""
-        assert isinstance(self.columns, dict)
-        while self.columns:
-            name = next(iter(self.columns))
-            yield name, self.columns.pop(name)
-
-    @property
-    def size(self) -> int:
-        return len(self.head) + sum(column.nbytes for column in self.columns.values())
+        """Each column, which is forgotten before the next one: a snapshot that was taken may be half of an index."""
+        assert isinstance(self.columns, _Pieces)
+        return self.columns.drained()
 
     def differences(self, other: Snapshot) -> list[str]:
         """Names of the parts in which two snapshots are not the same bytes."""
@@ -58,13 +53,55 @@ class Snapshot:
         ]
 
 
+class _Pieces(Mapping[str, Column]):
+    """Columns in pieces, put together when somebody asks for one."""
+
+    def __init__(self, pieces: dict[str, list[Column]]) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> Column:
+        return _whole(self._pieces[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def drained(self) -> Iterator[tuple[str, Column]]:
+        while self._pieces:
+            name = next(iter(self._pieces))
+            yield name, _whole(self._pieces.pop(name))
+
+
+def _whole(pieces: list[Column]) -> Column:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _pieces_of(index: TaskIndex) -> dict[str, list[Column]]:
+    """The index, block by block. What is retired stays as it is for ever."""
+    count = index.count
+    changing = {name: getattr(index, name)[:count] for name in FACTS if name not in WRITTEN_ONCE}
+    pieces: dict[str, list[Column]] = {name: [] for name in changing}
+    for begin in range(0, max(count, 1), BLOCK_ROWS):
+        block = slice(begin, begin + BLOCK_ROWS)
+        final = only(changing["state"][block]) == RETIRED
+        for name, column in changing.items():
+            rows = column[block]
+            pieces[name].append(rows if final else _kept(rows))
+    # these come last: copies are let go before the large columns that never change are packed
+    return pieces | {name: [getattr(index, name)[:count]] for name in FACTS if name not in pieces}
+
+
+def _kept(rows: Column) -> Column:
+    """The same rows, whatever becomes of them."""
+    one = only(rows)
+    return rows.copy() if one is None else np.broadcast_to(rows.dtype.type(one), rows.shape)
+
+
 def take(state: State) -> Snapshot:
     index, accounts = state.index, state.accounts
     columns: dict[str, Column] = {}
-    # copies first: they are let go before the large columns that never change are packed
-    for name in sorted(FACTS, key=lambda name: name in WRITTEN_ONCE):
-        rows = getattr(index, name)[: index.count]
-        columns[name] = rows if name in WRITTEN_ONCE else rows.copy()
     for name in ("base", "frames", "done_frames"):
         columns[name] = getattr(index, name).view.copy()
     columns |= _ragged("moved", index.moved)
@@ -80,7 +117,8 @@ def take(state: State) -> Snapshot:
     columns["lease_open"] = np.array([lease.open for lease in state.leases.values()], np.int64)
     batches = {record.index: np.array(record.batches, np.int64) for record in state.submissions}
     columns |= _ragged("batch", batches)
-    return Snapshot(_head(state), columns)
+    pieces = _pieces_of(index) | {name: [column] for name, column in columns.items()}
+    return Snapshot(_head(state), _Pieces(pieces))
 
 
 def _head(state: State) -> bytes:

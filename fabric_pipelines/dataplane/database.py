@@ -178,7 +178,7 @@ def read_identity(connection: Connection) -> Identity:
         meta = {key: get_meta(connection, key) for key in ("database_id", "vector_type")}
     except psycopg.errors.UndefinedTable as fault:
         raise UsageError(
-            f"database {row[2]!r} has no fabric schema yet; run `fabric up`, or Database.migrate()"
+            f"database {row[2]!r} has no fabric schema yet: run `fabric db init`, or `fabric up`"
         ) from fault
     return Identity(row[0], meta["database_id"] or "", row[1], row[2], meta["vector_type"] or "")
 
@@ -245,7 +245,10 @@ def _apply_migrations(connection: Connection) -> list[str]:
             f"the database has migration {max(applied)}, this program knows up to {newest}: "
             "install the newer fabric-pipelines that wrote it"
         )
-    vector_type = get_meta(connection, "vector_type") or _choose_vector_type(connection)
+    vector_type = get_meta(connection, "vector_type") or ""
+    if not vector_type:
+        vector_type, why = _choose_vector_type(connection)
+        set_meta(connection, "vectors", why)
     if not applied:
         set_meta(connection, "vector_type", vector_type)
         set_meta(connection, "database_id", uuid.uuid4().hex)
@@ -267,16 +270,22 @@ def _apply_migrations(connection: Connection) -> list[str]:
     return names
 
 
-def _choose_vector_type(connection: Connection) -> str:
-    """halfvec if pgvector (0.7 or newer) is or can be made available to this role, else bytea."""
+def _choose_vector_type(connection: Connection) -> tuple[str, str]:
+    """halfvec if pgvector (0.7 or newer) is or can be made available to this role, else bytea; and why."""
     try:
         with connection.transaction():
             connection.execute("create extension if not exists vector")
-    except psycopg.DatabaseError:
-        # not installed on the server, or this role may not create it: both mean bytea, and it is recorded
-        return "bytea"
-    row = connection.execute("select to_regtype('halfvec') is not null").fetchone()
-    return "halfvec" if row and row[0] else "bytea"
+    except psycopg.errors.InsufficientPrivilege:
+        return "bytea", "bytea: this role may not create the extension vector"
+    except psycopg.DatabaseError as fault:
+        why = fault.diag.message_primary or str(fault)
+        return "bytea", f"bytea: the server has no pgvector ({why})"
+    row = connection.execute(query("pgvector")).fetchone()
+    assert row is not None
+    version, has_halfvec = row
+    if not has_halfvec:
+        return "bytea", f"bytea: pgvector {version} has no halfvec yet (0.7 has)"
+    return "halfvec", f"halfvec of pgvector {version}"
 
 
 def _require_writable(connection: Connection) -> None:

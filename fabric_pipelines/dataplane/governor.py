@@ -27,6 +27,8 @@ from fabric_pipelines.dataplane.prices import Price, prior
 TICK_S = 0.5
 SILENCE_S = 5.0
 WHOLE = 0.9
+HUSH_STEP_S = 0.01
+"""Bulk asks so often while the watcher listens, who may be done sooner than it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Limits:
     rate_start: float = 16e6
     rate_floor: float = 1e6
     rate_most: float = 1e9
-    step: float = 3e6  # a tick
+    step: float = 5e6  # a tick
     backoff: float = 0.7
     rows_start: int = 1_000
     rows_most: int = 5_000
@@ -84,11 +86,13 @@ class Governor:
         default_factory=lambda: {"bulk": ClassCounters(), "regular": ClassCounters()}
     )
     prices: dict[str, Price] = field(default_factory=dict)
-    in_flight: int = field(init=False, default=0)
+    in_flight: int = field(init=False, default=0)  # bulk transactions
+    started: int = field(init=False, default=0)
     _balance: float = field(init=False, default=0.0)
     _refilled_s: float = field(init=False)
+    _hushed_until_s: float = field(init=False, default=float("-inf"))
     _heard_s: float = field(init=False)
-    _throttled: bool = field(init=False, default=False)
+    throttled: bool = field(init=False, default=False)
     _calm: int = field(init=False, default=0)
     _slow_start: bool = field(init=False, default=True)
     _was_blind: bool = field(init=False, default=False)
@@ -103,9 +107,11 @@ class Governor:
     def wait_s(self, now_s: float) -> float:
         """How long bulk must still wait before its next transaction; 0: go."""
         self._refill(now_s)
+        if now_s < self._hushed_until_s:
+            return min(self._hushed_until_s - now_s, HUSH_STEP_S)
         if self._balance > 0:
             return 0.0
-        self._throttled = True
+        self.throttled = True
         return max(-self._balance / self.effective_rate(now_s), 1e-3)
 
     def waited(self, seconds: float) -> None:
@@ -119,6 +125,7 @@ class Governor:
         self._balance -= charged
         if bulk:
             self.in_flight += 1
+            self.started += 1
         return Pass(sink, "bulk" if bulk else "regular", rows, charged)
 
     def settle(
@@ -151,6 +158,11 @@ class Governor:
         """One small transaction of the watcher; `loaded`: bulk ran beside it."""
         (self.latencies.loaded if loaded else self.latencies.idle).append(latency_ms)
 
+    def hush(self, until_s: float) -> None:
+        """No bulk begins before `until_s`: the watcher listens to the database without it. A time that is past
+        ends it."""
+        self._hushed_until_s = until_s
+
     def observe(self, signals: Signals | None, now_s: float) -> None:
         """Every TICK_S. None, or signals that hold nothing: nobody answered."""
         if signals is None or signals.silent:
@@ -166,7 +178,7 @@ class Governor:
             self._press()
         else:
             self._ease()
-        self._throttled = False
+        self.throttled = False
 
     def blind(self, now_s: float) -> bool:
         """Without a signal for SILENCE_S: then bulk runs at the floor rate."""
@@ -224,12 +236,12 @@ class Governor:
         self._slow_start = False
         limits = self.limits
         only_delay = all(KINDS[name] == DELAY for name in self.pressed_by)
+        # what is in these windows was measured before the move: it must not press a second time
+        self.latencies.loaded.clear()
+        self.latencies.own.clear()
         if only_delay and self.rows > limits.rows_least:
             self.rows = max(self.rows // 2, limits.rows_least)
             self.moves["smaller"] += 1
-            # what is left in the windows was measured under the larger transactions
-            self.latencies.loaded.clear()
-            self.latencies.own.clear()
             return
         if only_delay and self.writers > 1:
             self.writers = 1
@@ -242,7 +254,7 @@ class Governor:
     def _ease(self) -> None:
         self._calm += 1
         limits = self.limits
-        if self._throttled and self.rate < limits.rate_most:
+        if self.throttled and self.rate < limits.rate_most:
             grown = self.rate * 2 if self._slow_start else self.rate + limits.step
             self.rate = min(grown, limits.rate_most)
             self.moves["faster"] += 1
@@ -261,7 +273,7 @@ class Governor:
         self.rows = min(self.rows, self.limits.rows_start)
         self.writers = 1
         self._slow_start = True
-        self._throttled = False
+        self.throttled = False
         self.moves["restarts"] += 1
 
     def _ended(self, leave: Pass) -> None:

@@ -56,10 +56,7 @@ def find_binaries(
 
     Raises VersionRefused when only older ones exist, MissingDependency when none does.
     """
-    environ = os.environ if environ is None else environ
-    named = environ.get("FABRIC_PG_BIN", "")
-    folders = [Path(named)] if named else [*_packaged_folders(), *_machine_folders()]
-    found = [binaries for binaries in map(_inspect, folders) if binaries is not None]
+    named, found = _found(environ)
     if named and not found:
         raise SettingsError(
             f"FABRIC_PG_BIN is {named}, which holds no postgres and initdb that run; "
@@ -82,6 +79,22 @@ def find_binaries(
         f"the data folder was made by Postgres {major}, and the server found is "
         f"{usable[0].version}: point FABRIC_PG_BIN to the bin folder of a Postgres {major}"
     )
+
+
+def find_servers(environ: Mapping[str, str] | None = None) -> list[PostgresBinaries]:
+    """Every usable server, in the order of `find_binaries`."""
+    return [item for item in _found(environ)[1] if item.major >= MAJOR_LEAST]
+
+
+def find_program(
+    name: str, *, at_least: int, environ: Mapping[str, str] | None = None
+) -> Path | None:
+    """A client program beside a server of major version `at_least`, or the next newer one's; None without."""
+    fitting = sorted(
+        (item for item in find_servers(environ) if item.major >= at_least),
+        key=lambda item: item.major,
+    )
+    return next((item.bin / name for item in fitting if (item.bin / name).is_file()), None)
 
 
 def reachable(binaries: PostgresBinaries) -> PostgresBinaries:
@@ -135,6 +148,14 @@ def make_folder(folder: Path) -> None:
             f"the folder {folder} cannot be made ({fault.strerror}); set FABRIC_HOME to a place "
             "that can be written, or FABRIC_PG_URL to a server"
         ) from fault
+
+
+def _found(environ: Mapping[str, str] | None) -> tuple[str, list[PostgresBinaries]]:
+    """(FABRIC_PG_BIN, every server there or, without it, everywhere)."""
+    environ = os.environ if environ is None else environ
+    named = environ.get("FABRIC_PG_BIN", "")
+    folders = [Path(named)] if named else [*_packaged_folders(), *_machine_folders()]
+    return named, [binaries for binaries in map(_inspect, folders) if binaries is not None]
 
 
 def _packaged_folders() -> list[Path]:

@@ -51,7 +51,7 @@ class Bounds:
     foreground_ratio: float = 1.3
     commit_ratio: float = 4.0
     slack_ms: float = 1.0  # a disk that answers in microseconds triples its time by chance
-    samples_least: int = 8
+    samples_least: int = 20  # of fewer the p90 is the luck of one
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class Latencies:
     """Milliseconds of the newest commits: of a small foreign-like transaction while no bulk ran (`idle`) and while
     it ran (`loaded`), and of bulk itself (`own`)."""
 
-    idle: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    loaded: deque[float] = field(default_factory=lambda: deque(maxlen=24))
+    idle: deque[float] = field(default_factory=lambda: deque(maxlen=30))
+    loaded: deque[float] = field(default_factory=lambda: deque(maxlen=40))
     own: deque[float] = field(default_factory=lambda: deque(maxlen=24))
 
 
@@ -100,9 +100,8 @@ def _delays(latencies: Latencies, bounds: Bounds) -> list[str]:
         ("foreground", latencies.loaded, bounds.foreground_ratio),
         ("commit", latencies.own, bounds.commit_ratio),
     ):
-        if len(values) >= bounds.samples_least and _above(
-            p90(values), idle_ms * ratio + bounds.slack_ms
-        ):
+        bound_ms = max(idle_ms * ratio, idle_ms + bounds.slack_ms)
+        if len(values) >= bounds.samples_least and _above(p90(values), bound_ms):
             found.append(name)
     return found
 

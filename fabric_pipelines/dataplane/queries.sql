@@ -23,6 +23,24 @@ select number, name, sha256 from fabric.migrations order by number;
 -- name: record_migration
 insert into fabric.migrations (number, name, sha256) values (%(number)s, %(name)s, %(sha256)s);
 
+-- name: pgvector
+select (select extversion from pg_extension where extname = 'vector'), to_regtype('halfvec') is not null;
+
+-- name: table_sizes
+select c.relname::text, c.reltuples::bigint, pg_total_relation_size(c.oid)
+from pg_class as c
+where c.relnamespace = to_regnamespace('fabric') and c.relkind = 'r'
+order by 3 desc, 1;
+
+-- name: database_size
+select pg_database_size(current_database());
+
+-- name: schema_rights
+select current_user::text, current_database()::text,
+       has_database_privilege(current_database(), 'create'),
+       (select pg_get_userbyid(nspowner)::text from pg_namespace where nspname = 'fabric'),
+       (select pg_has_role(nspowner, 'member') from pg_namespace where nspname = 'fabric');
+
 -- name: get_meta
 select value from fabric.meta where key = %(key)s;
 
@@ -169,9 +187,9 @@ insert into fabric.dead_letters as old ({columns})
 select {columns} from {stage} as new
 where not exists (select from {results} as landed where landed.task_id = new.task_id)
 on conflict (task_id) do update
-    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, landed_at)
+    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, consumer, landed_at)
         = (excluded.status, excluded.error_code, excluded.reason, excluded.prompt_tokens, excluded.engine,
-           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.landed_at)
+           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.consumer, excluded.landed_at)
     where old.requeues < excluded.requeues
 
 -- name: unbury
@@ -232,8 +250,30 @@ join pg_stat_activity as a using (pid)
 where not l.granted and a.datname = current_database() and a.application_name <> %(application)s;
 
 -- name: acknowledge
-insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size)
-values (%(function)s, %(first_task)s, %(last_task)s, %(rows)s, %(inserted)s, %(dead)s, %(size)s);
+insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size, ids)
+values (%(function)s, %(first_task)s, %(last_task)s, %(rows)s, %(inserted)s, %(dead)s, %(size)s,
+        %(ids)s::int8multirange);
+
+-- name: one_snapshot
+set transaction isolation level repeatable read, read only;
+
+-- name: count_acks
+select count(ids), count(*) - count(ids) from fabric.acks;
+
+-- name: acked_functions
+select distinct function from fabric.acks where ids is not null order by function;
+
+-- name: lost
+select count(*), (array_agg(id order by id))[1:%(shown)s]
+from (
+    select distinct id
+    from fabric.acks as a
+    cross join unnest(a.ids) as r (run)
+    cross join generate_series(lower(run), upper(run) - 1) as id
+    where a.function = %(function)s and a.ids is not null
+) as landed
+where not exists (select from {table} where task_id = id)
+  and not exists (select from fabric.dead_letters where task_id = id)
 
 -- name: read_results
 select {columns} from {table} where {filter} order by task_id
@@ -246,7 +286,7 @@ select exists (select from fabric.results where function = %(function)s)
 
 -- name: read_dead_letters
 select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
-       engine_fingerprint, attempts, requeues, landed_at
+       engine_fingerprint, attempts, requeues, consumer, landed_at
 from fabric.dead_letters
 where (%(function)s::text is null or function = %(function)s)
   and (%(submission_id)s::text is null or submission_id = %(submission_id)s)

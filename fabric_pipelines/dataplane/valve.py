@@ -44,6 +44,18 @@ class Valve:
         with self._lock:
             return self._governor.in_flight > 0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether bulk runs, or was made to wait since the last look."""
+        with self._lock:
+            return self._governor.in_flight > 0 or self._governor.throttled
+
+    @property
+    def started(self) -> int:
+        """Bulk transactions begun so far: whoever looks twice knows whether one ran between."""
+        with self._lock:
+            return self._governor.started
+
     def wait_s(self) -> float:
         with self._lock:
             return self._governor.wait_s(self._clock_s())
@@ -78,6 +90,11 @@ class Valve:
     def probed(self, latency_ms: float, *, loaded: bool) -> None:
         with self._lock:
             self._governor.probed(latency_ms, loaded=loaded)
+
+    def hush(self, seconds: float) -> None:
+        """No bulk begins for so long; 0 ends it."""
+        with self._lock:
+            self._governor.hush(self._clock_s() + seconds)
 
     def observe(self, signals: Signals | None) -> None:
         with self._lock:

@@ -23,8 +23,17 @@ from fabric_pipelines.dataplane.sql import query
 from fabric_pipelines.dataplane.valve import Valve
 from fabric_pipelines.errors import FabricError
 
-PROBE_S = 0.1
-FIRST_PROBES = 12
+PROBE_S = 0.05
+FIRST_PROBES = 24
+FIRST_PROBE_S = 0.02
+"""Apart from each other, or they all hit the same moment of the disk."""
+IDLE_LOOK_S, IDLE_PROBE_S = 2.0, 5.0
+"""Without bulk a probe is WAL that nobody needs, and a look is work for a server that may sleep otherwise."""
+SILENCE_S = 4.0
+SILENCE_PROBES = 6
+HUSH_S = 0.3
+"""While bulk runs without a gap, it is held back for a few probes every SILENCE_S, or nobody would know what silence
+sounds like by now. It costs bulk about 2 % of its time; a transaction that outlasts HUSH_S is not waited for."""
 CATALOGUE_S = 30.0
 TABLES = (*(sink.table for sink in SINKS.values()), GENERIC.table, DEAD_LETTERS)
 CHECKPOINTER_SINCE = 170000
@@ -88,6 +97,8 @@ class Watch:
         self._connection: Connection | None = None
         self._gauge: Gauge | None = None
         self._looked_s = self._catalogue_s = float("-inf")
+        self._silence_s = time.monotonic()
+        self._probed_s = float("-inf")
 
     def start(self) -> None:
         self._thread.start()
@@ -99,12 +110,18 @@ class Watch:
             self._thread.join()
         self._forget()
 
-    def look(self) -> None:
-        """One turn: a probe, and what else is due."""
+    def look(self, *, works: bool = True) -> None:
+        """One turn: a probe and what else is due. `works`: bulk has run since the last turn."""
         try:
             gauge = self._opened()
-            self._probe(gauge)
             now_s = time.monotonic()
+            if works or now_s - self._probed_s >= IDLE_PROBE_S:
+                self._probe(gauge)
+                self._probed_s = now_s = time.monotonic()
+            if now_s - self._silence_s >= SILENCE_S:
+                if self._valve.busy:
+                    self._listen(gauge)
+                self._silence_s = now_s
             if now_s - self._catalogue_s >= CATALOGUE_S:
                 self._valve.built_of(gauge.parts(TABLES))
                 self._catalogue_s = now_s
@@ -116,10 +133,15 @@ class Watch:
             self._valve.observe(None)
 
     def _run(self) -> None:
-        pause_s = 0.0
+        pause_s, started, works = 0.0, 0, False
         while not self._done.wait(pause_s):
-            self.look()
-            pause_s = PROBE_S if self._valve.busy and self._gauge is not None else TICK_S
+            self.look(works=works)
+            before, started = started, self._valve.started
+            works = started != before or self._valve.wanted
+            if self._gauge is None:
+                pause_s = TICK_S
+            else:
+                pause_s = PROBE_S if works else min(max(pause_s * 2, TICK_S), IDLE_LOOK_S)
 
     def _opened(self) -> Gauge:
         if self._gauge is None:
@@ -128,13 +150,30 @@ class Watch:
             self._connection.execute(query("bounded_waits"))
             self._gauge = Gauge(self._connection)
             for _ in range(FIRST_PROBES):
+                if self._done.wait(FIRST_PROBE_S):
+                    break
                 self._probe(self._gauge)
         return self._gauge
 
     def _probe(self, gauge: Gauge) -> None:
-        loaded = self._valve.busy
+        busy, started = self._valve.busy, self._valve.started
         latency_ms = gauge.probe_ms()
-        self._valve.probed(latency_ms, loaded=loaded or self._valve.busy)
+        self._valve.probed(latency_ms, loaded=busy or self._valve.started != started)
+
+    def _listen(self, gauge: Gauge) -> None:
+        """Probes between two bulk transactions."""
+        self._valve.hush(HUSH_S)
+        try:
+            end_s = time.monotonic() + HUSH_S
+            while self._valve.busy and time.monotonic() < end_s:
+                if self._done.wait(0.002):
+                    return
+            for _ in range(SILENCE_PROBES):
+                if self._valve.busy:
+                    return
+                self._probe(gauge)
+        finally:
+            self._valve.hush(0)
 
     def _forget(self) -> None:
         connection, self._connection, self._gauge = self._connection, None, None

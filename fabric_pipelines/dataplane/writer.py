@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from fabric_pipelines.dataplane.account import multirange
 from fabric_pipelines.dataplane.cost import Meter
 from fabric_pipelines.dataplane.database import (
     Connection,
@@ -307,6 +308,7 @@ def _settled(
             "inserted": rows,
             "dead": int(dead.size),
             "size": size,
+            "ids": multirange(ids),
         },
     )
     alive = np.delete(ids, dead)

@@ -49,6 +49,7 @@ class Child:
     restarts: int = 0
     last_exit: str = ""
     start_fault: str = ""
+    last_words: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _left: list[psutil.Process] = field(default_factory=list)
     _kill_left_at_s: float = 0.0
@@ -79,6 +80,7 @@ class Child:
             last_exit=self.last_exit,
             log=str(self.log),
             start_fault=self.start_fault,
+            last_words=self.last_words,
         )
 
     def step(self, now_s: float) -> None:
@@ -234,8 +236,9 @@ class Child:
 
     def _blame(self, words: str, *, final: bool) -> None:
         if final and not self._was_ready and not self.start_fault:
-            self.start_fault = words
-            self.say(f"{self.spec.name} did not start; its log ends with:\n{last_lines(self.log)}")
+            # read now: the next start, a moment later, begins another chapter of the log
+            self.start_fault, self.last_words = words, last_lines(self.log)
+            self.say(f"{self.spec.name} did not start; its log ends with:\n{self.last_words}")
 
 
 def exit_words(status: int) -> str:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fabric_pipelines.errors import (
     AlreadyRunning,
@@ -247,11 +246,12 @@ def _await_running(place: Place, say: Callable[[str], None], started_s: float) -
 
 def _start_failed(item: ProcessState) -> StartFailed:
     """What the process itself said at its end, with its exit code; else how it ended and where to look."""
-    for line in reversed(last_lines(Path(item.log)).splitlines()):
+    lines = item.last_words.splitlines()
+    for line in reversed(lines):
         if said := from_line(line):
             cls, sentence = said
             return StartFailed(f"{item.name} did not start: {sentence}", cls.exit_code)
-    why = f"{item.start_fault}: {last_lines(Path(item.log), 1)}"
+    why = ": ".join(filter(None, (item.start_fault, *lines[-1:])))
     return StartFailed(f"{item.name} did not start ({why}); see its log {item.log}")
 
 

@@ -27,7 +27,7 @@ STARTER_NAME = (
 @dataclass(frozen=True, slots=True)
 class ProcessState:
     """state: waiting, starting, running, restarting, stopping or stopped. last_exit: how it last ended, "" if it
-    never did. start_fault: why it cannot be brought up, "" while it may."""
+    never did. start_fault: why it cannot be brought up, "" while it may; last_words: the end of its log then."""
 
     name: str
     state: str
@@ -36,6 +36,7 @@ class ProcessState:
     last_exit: str
     log: str
     start_fault: str = ""
+    last_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Real servers for tests: one embedded Postgres a session, a migrated database of its own for each test."""
+"""Real servers for tests: one embedded Postgres a session and version, a migrated database of its own for each test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -16,6 +16,8 @@ from psycopg import sql
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place
+from fabric_pipelines.dataplane.postgres_binaries import find_binaries, find_servers
+from tests.support import skip_or_fail
 
 TEMPLATE = "fabric_template"
 TMPFS_BYTES = 6 << 20
@@ -30,32 +32,52 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="session")
-def postgres(open_folder: Path) -> Iterator[EmbeddedPostgres]:
-    """A running server. Without fsync: these tests kill processes, not machines."""
-    server = EmbeddedPostgres(
-        Place(open_folder, open_folder / "postgres", open_folder / "run"),
-        options={"fsync": "off", "shared_buffers": "64MB", "max_connections": "40"},
-        log=open_folder / "postgres.log",
-        durable_initdb=False,
-    )
-    server.start()
-    yield server
-    server.stop()
+Servers = Callable[[int | None], EmbeddedPostgres]
 
 
 @pytest.fixture(scope="session")
-def _template(postgres: EmbeddedPostgres) -> str:
-    _create(postgres, TEMPLATE, template="template1")
-    Database(url_of(postgres, TEMPLATE)).migrate()
-    return TEMPLATE
+def servers(open_folder: Path) -> Iterator[Servers]:
+    """A running server by major version (None: the one a user gets), each started once. Without fsync: these
+    tests kill processes, not machines."""
+    running: dict[int, EmbeddedPostgres] = {}
+    found = {item.major: item for item in reversed(find_servers())}
+
+    def of(major: int | None) -> EmbeddedPostgres:
+        major = find_binaries().major if major is None else major
+        if major not in found:
+            skip_or_fail(f"Postgres {major} (Debian: apt-get install postgresql-{major})")
+        if major not in running:
+            folder = open_folder / f"pg{major}"
+            folder.mkdir(mode=0o755)
+            server = EmbeddedPostgres(
+                Place(folder, folder / "postgres", folder / "run"),
+                found[major],
+                options={"fsync": "off", "shared_buffers": "64MB", "max_connections": "40"},
+                log=folder / "postgres.log",
+                durable_initdb=False,
+            )
+            server.start()
+            running[major] = server
+            _create(server, TEMPLATE, template="template1")
+            Database(url_of(server, TEMPLATE)).migrate()
+        return running[major]
+
+    yield of
+    for server in running.values():
+        server.stop()
 
 
 @pytest.fixture
-def database(postgres: EmbeddedPostgres, _template: str) -> Iterator[Database]:
+def postgres(servers: Servers, request: pytest.FixtureRequest) -> EmbeddedPostgres:
+    """The server of a test; a module that must hold on all of them says `pytestmark = ON_EVERY_SERVER`."""
+    return servers(getattr(request, "param", None))
+
+
+@pytest.fixture
+def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
     """A migrated database that no other test sees."""
     name = f"t_{uuid.uuid4().hex[:12]}"
-    _create(postgres, name, template=_template)
+    _create(postgres, name, template=TEMPLATE)
     yield Database(url_of(postgres, name))
     _drop(postgres, name)
 

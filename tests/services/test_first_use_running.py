@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fabric_pipelines import supervise
+from fabric_pipelines.broker.callsocket import path_beside
 from tests.support_command import EMBED, MINI, User, first_user, require_models
 
 UP = ("up", "--no-ui", "--engine", EMBED)
@@ -84,12 +85,14 @@ def test_results_come_out_of_a_home_with_spaces(user: User) -> None:
 
 
 def test_status_shows_the_processes_when_no_broker_answers(user: User) -> None:
-    socket = user.settings.runtime_dir / "broker.sock"
-    away = socket.rename(socket.with_suffix(".away"))
+    both = [user.settings.runtime_dir / "broker.sock"]
+    both.append(path_beside(both[0]))
+    away = [socket.rename(socket.with_name(f"{socket.name}-away")) for socket in both]
     try:
         said = user.fabric("status", "--json")
     finally:
-        away.rename(socket)
+        for socket, moved in zip(both, away, strict=True):
+            moved.rename(socket)
     answer = json.loads(said.out)
     assert (said.code, answer["ready"]) == (1, None)
     names = [item["name"] for item in answer["processes"]]

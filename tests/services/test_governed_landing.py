@@ -6,23 +6,22 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import psycopg
 import pyarrow as pa
 import pytest
 
 from fabric_pipelines.completion import account
 from fabric_pipelines.completion.receive import Receiver
 from fabric_pipelines.dataplane import results
-from fabric_pipelines.dataplane.cost import Meter
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.governor import Limits, limits_of
+from fabric_pipelines.dataplane.governor import HUSH_STEP_S, Limits, limits_of
 from fabric_pipelines.dataplane.pressure import Signals
 from fabric_pipelines.dataplane.valve import Valve
-from fabric_pipelines.dataplane.watch import FIRST_PROBES, TABLES, Gauge, Watch
+from fabric_pipelines.dataplane.watch import FIRST_PROBES, SILENCE_PROBES, Watch
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import DatabaseUnavailable, StorageFailed
 from fabric_pipelines.settings import Settings, make_runtime_folder
@@ -64,117 +63,6 @@ def _loop(
     return loop
 
 
-# ---- what the server says
-
-
-def test_a_server_gives_every_signal_but_the_standby_it_does_not_have(database: Database) -> None:
-    with database.session() as connection:
-        seen = Gauge(connection).read(APPLICATION)
-    assert seen.wal_since_redo is not None
-    assert 0 <= seen.wal_since_redo < 2
-    assert seen.checkpoints_requested is not None
-    assert seen.wal_buffers_full is not None
-    assert (seen.replication_lag_bytes, seen.lock_waiters) == (None, 0)
-
-
-def test_a_statement_that_waits_for_a_lock_is_seen_unless_it_is_ours(database: Database) -> None:
-    with ExitStack() as stack:
-        holder = stack.enter_context(psycopg.connect(database.url))
-        holder.execute("lock table fabric.embed in share mode")
-        waiting = []
-        for name in ("somebody", APPLICATION):
-            connection = psycopg.connect(database.url, application_name=name)
-            stack.callback(connection.close)
-            thread = threading.Thread(target=_blocked, args=(connection,))
-            thread.start()
-            waiting.append(thread)
-        with database.session() as own:
-            gauge = Gauge(own)
-            eventually(
-                lambda: gauge.read("nobody").lock_waiters == 2, within_s=60, what="two that wait"
-            )
-            assert gauge.read(APPLICATION).lock_waiters == 1
-        holder.rollback()
-        for thread in waiting:
-            thread.join()
-
-
-def _blocked(connection: psycopg.Connection) -> None:
-    connection.execute("lock table fabric.embed in row exclusive mode")
-    connection.rollback()
-
-
-def test_a_role_that_may_not_see_a_signal_still_gives_the_others(database: Database) -> None:
-    with database.session() as connection:
-        connection.execute("create role watcher")
-        try:
-            connection.execute("revoke execute on function pg_control_checkpoint from public")
-            connection.execute("set role watcher")
-            gauge = Gauge(connection)
-            seen = [gauge.read(APPLICATION) for _ in range(2)]
-        finally:
-            connection.execute("reset role")
-            connection.execute("grant execute on function pg_control_checkpoint to public")
-            connection.execute("drop role watcher")
-    assert [item.wal_since_redo for item in seen] == [None, None]
-    assert seen[1].wal_buffers_full is not None
-
-
-def test_indexes_and_triggers_make_a_table_dearer_before_it_is_written_to(
-    database: Database,
-) -> None:
-    with database.session() as connection:
-        connection.execute("create index on fabric.embed using brin (landed_at)")
-        connection.execute("create index on fabric.embed (source_row)")
-        connection.execute(
-            "create function fabric.noted() returns trigger language plpgsql as 'begin return null; end'"
-        )
-        connection.execute(
-            "create trigger noted after insert on fabric.embed execute function fabric.noted()"
-        )
-        parts = Gauge(connection).parts(TABLES)
-    assert parts["fabric.embed"] == ["brin", "btree", "statement trigger"]
-    assert parts["fabric.generate"] == []
-    valve = Valve(Limits())
-    valve.built_of(parts)
-    assert valve.as_json()["prices"]["fabric.embed"]["parts"] == parts["fabric.embed"]
-
-
-def test_the_server_says_what_a_landing_wrote(database: Database) -> None:
-    writer = Writer(database)
-    try:
-        landed = [
-            writer.land(pulled_batch(400, function="embed", dim=384, first=400 * at))
-            for at in range(3)
-        ]
-    finally:
-        writer.close()
-    for item in landed[1:]:
-        assert item.wal_bytes is not None
-        assert 0.9 < item.wal_bytes / item.size < 1.6
-        assert item.commit_ms is not None
-
-
-def test_before_18_the_merge_is_explained_and_the_rest_goes_straight(database: Database) -> None:
-    with database.session() as connection:
-        meter = Meter(connection)
-        meter._counts = False  # as on Postgres 15 to 17, whose backends count no WAL
-        ways = [meter.goes_straight("fabric.embed") for _ in range(17)]
-        writer = Writer(database)
-        _, _identity = writer._open()
-        assert writer._meter is not None
-        writer._meter._counts = False
-        landed = [
-            writer.land(pulled_batch(200, function="embed", dim=384, first=at)) for at in (0, 500)
-        ]
-        writer.close()
-    assert [at for at, straight in enumerate(ways) if not straight] == [0, 16]
-    assert landed[0].wal_bytes is not None
-    assert landed[0].wal_bytes > 200 * 768
-    assert [item.rows for item in landed] == [200, 200]
-    assert landed[1].wal_bytes is None
-
-
 # ---- the watcher
 
 
@@ -197,6 +85,40 @@ def test_the_watcher_reports_and_says_when_nobody_answers(database: Database) ->
     watch.look()
     assert not valve.as_json()["blind"]
     watch.close()
+
+
+def test_bulk_without_a_gap_is_held_back_for_a_few_probes(database: Database) -> None:
+    valve = Valve(Limits())
+    watch = Watch(database, valve)
+    watch.look()
+    idle = valve._governor.latencies.idle
+    idle.clear()
+    leave = valve.admit(pulled_batch(5, function="embed"), bulk=True)
+    waits: list[float] = []
+
+    def ends() -> None:
+        waits.append(
+            eventually(lambda: valve.wait_s() or None, within_s=60, what="the gate is closed")
+        )
+        valve.withdraw(leave)
+
+    thread = threading.Thread(target=ends)
+    thread.start()
+    eventually(_turned(watch, idle), within_s=60, what="probes in silence")
+    thread.join()
+    assert 0 < waits[0] <= HUSH_STEP_S
+    assert len(idle) >= SILENCE_PROBES
+    assert valve.wait_s() == 0, "the gate is open again"
+    watch.close()
+
+
+def _turned(watch: Watch, idle: deque[float]) -> Callable[[], bool]:
+    def turn() -> bool:
+        watch._silence_s = float("-inf")
+        watch.look()
+        return len(idle) >= SILENCE_PROBES
+
+    return turn
 
 
 def test_a_probe_beside_bulk_is_told_from_one_in_silence(database: Database) -> None:

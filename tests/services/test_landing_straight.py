@@ -90,7 +90,8 @@ def test_a_row_without_a_place_in_the_table_is_named_on_the_straight_way_too(
         connection.execute("alter table fabric.generate add check (source_row <> 13)")
     landed = writer.land(pulled_batch(40, function="generate"))
     assert (landed.rows, landed.dead_task_ids.size) == (39, 1)
-    assert copies == ["fabric.generate"] * 2 + ["fabric.dead_letters"], "one retry, no halving"
+    assert copies[:2] == ["fabric.generate"] * 2, "one retry"
+    assert copies[2:] == ["pg_temp.stage_dead_letters"], "no halving"
 
 
 class Ring:

@@ -22,6 +22,7 @@ from fabric_pipelines.supervise import (
     ProcessSpec,
     ProcessState,
     Ready,
+    child,
     control,
     supervisor,
 )
@@ -358,3 +359,27 @@ def test_in_the_foreground_a_second_interrupt_kills_what_does_not_stop(settings:
 def text(settings: Settings, name: str) -> str:
     log = Place.of(settings).log_of(name)
     return log.read_text() if log.exists() else ""
+
+
+def test_what_a_refused_process_said_is_told_though_it_was_started_again_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """On a busy machine `up` looks only after the next start has begun a new chapter of the log."""
+    once = tmp_path / "once"
+    code = (
+        "import pathlib, sys, time\n"
+        f"if pathlib.Path({str(once)!r}).exists(): time.sleep(600)\n"
+        f"pathlib.Path({str(once)!r}).touch()\n"
+        "print('UsageError: this is what it said')\n"
+        "sys.exit(2)\n"
+    )
+    lines: list[str] = []
+    refused = child.Child(script("a", code), tmp_path / "a.log", dict(os.environ), lines.append)
+    refused.start(0.0)
+    eventually(lambda: refused.step(1.0) is None and bool(refused.start_fault))
+    eventually(lambda: refused.step(1e6) is None and refused.state == "starting")
+    told = control._start_failed(refused.described())
+    refused.kill()
+    eventually(refused.reaped)
+    assert str(told) == "a did not start: this is what it said"
+    assert told.exit_code == 2

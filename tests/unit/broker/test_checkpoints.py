@@ -65,7 +65,12 @@ def test_a_snapshot_gives_the_state_back_bit_for_bit(bench: DiskBench) -> None:
     assert again.audit() == []
 
 
-def test_a_snapshot_does_not_move_with_its_state(bench: DiskBench) -> None:
+@pytest.mark.parametrize("block_rows", [1, 3, 1 << 16])
+def test_a_snapshot_does_not_move_with_its_state(
+    bench: DiskBench, monkeypatch: pytest.MonkeyPatch, block_rows: int
+) -> None:
+    """Whether a block is copied, kept as one value or handed out as it is, because all of it is retired."""
+    monkeypatch.setattr(snapshot, "BLOCK_ROWS", block_rows)
     work(bench)
     before = snapshot.take(bench.owner.core.state)
     frozen = {name: column.copy() for name, column in before.columns.items()}

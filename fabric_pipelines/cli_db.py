@@ -1,0 +1,94 @@
+"""`fabric db ...`: one call a command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fabric_pipelines.console import emit, require, settings_of
+from fabric_pipelines.screen import plain
+
+app = typer.Typer(no_args_is_help=True, help="The database that results land in.")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command("url")
+def db_url(ctx: typer.Context, as_json: Json = False) -> None:
+    """The URL for psql and other clients."""
+    from fabric_pipelines.dataplane.database import database_url
+
+    url = database_url(settings_of(ctx))
+    if as_json:
+        emit({"url": url}, as_json)
+    else:
+        sys.stdout.write(url + "\n")
+
+
+@app.command("init")
+def db_init(ctx: typer.Context, as_json: Json = False) -> None:
+    """Make database and schema where they are missing; run again, it changes nothing."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.schema import prepare
+    from fabric_pipelines.settings import redact
+
+    database = Database.of(settings_of(ctx))
+    done = prepare(database)
+    emit({"url": redact(database.url), **plain(done)}, as_json)
+
+
+@app.command("migrate")
+def db_migrate(ctx: typer.Context, as_json: Json = False) -> None:
+    """Bring the schema up to this program's version."""
+    from fabric_pipelines.dataplane.database import Database
+
+    emit({"applied": Database.of(settings_of(ctx)).migrate()}, as_json)
+
+
+@app.command("status")
+def db_status(ctx: typer.Context, as_json: Json = False) -> None:
+    """Server version, cluster, vector type, migrations, and how large the tables are."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.schema import state
+    from fabric_pipelines.settings import redact
+
+    database = Database.of(settings_of(ctx))
+    found = plain(state(database))
+    answer: dict[str, Any] = {"url": redact(database.url), **plain(database.identity), **found}
+    major, minor = divmod(answer["server_version"], 10_000)
+    emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
+
+
+@app.command("check")
+def db_check(ctx: typer.Context, as_json: Json = False) -> None:
+    """Look for every task that ever landed, by id; exit code 3 names those whose row is gone."""
+    from fabric_pipelines.dataplane import account
+    from fabric_pipelines.dataplane.database import Database
+
+    found = account.check(Database.of(settings_of(ctx)))
+    emit({"ok": found.ok, **plain(found)}, as_json)
+    lost = [
+        f"{item.tasks:,} task{'s' if item.tasks != 1 else ''} of {item.function}"
+        for item in found.lost
+    ]
+    require(
+        found.ok,
+        f"{', '.join(lost)} landed and are gone: restore them from a dump, or submit them again with a salt",
+    )
+
+
+@app.command("dump")
+def db_dump(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="For pg_restore; must not be there.")],
+    as_json: Json = False,
+) -> None:
+    """Schema and rows of the fabric as one file, by the server's own pg_dump."""
+    from fabric_pipelines.dataplane import dump
+    from fabric_pipelines.dataplane.database import Database
+
+    done = dump.write(Database.of(settings_of(ctx)), out)
+    emit({"path": done.path, "bytes": done.size, "pg_dump": done.program}, as_json)

@@ -1,0 +1,149 @@
+"""The fabric's schema in a database: make it, and say what is there.
+
+`prepare` may be run again at any time: it makes the database where it is missing and the role may, brings the schema up
+to this program's version and changes nothing else. Refuses with one sentence that names what is missing and the
+statement that mends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from fabric_pipelines.dataplane.database import Connection, Database, get_meta, translated
+from fabric_pipelines.dataplane.sql import migrations, query
+from fabric_pipelines.errors import SettingsError, UsageError
+from fabric_pipelines.settings import redact
+
+MAINTENANCE = "postgres"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """applied: names of migrations, empty when all were there; vectors: why the vector type is what it is."""
+
+    created_database: bool
+    applied: list[str]
+    vector_type: str
+    vectors: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """rows: the planner's estimate, -1 before the table was analysed; size: bytes with indexes and TOAST."""
+
+    name: str
+    rows: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """pending: migrations of this program that the database lacks."""
+
+    migrations: list[str]
+    pending: list[str]
+    vectors: str
+    size: int
+    tables: list[Table]
+    journals: int
+
+
+def prepare(database: Database) -> Prepared:
+    """Raises VersionRefused for a server before 15 or a schema of a newer program, SettingsError for a role that may
+    not do it, DatabaseUnavailable when nobody answers."""
+    created = _ensure_database(database)
+    with database.session() as connection:
+        _require_rights(connection, database)
+    applied = database.migrate()
+    with database.session() as connection:
+        return Prepared(
+            created,
+            applied,
+            get_meta(connection, "vector_type") or "",
+            get_meta(connection, "vectors") or "",
+        )
+
+
+def state(database: Database) -> State:
+    """Raises UsageError when there is no schema."""
+    with database.session() as connection:
+        try:
+            applied = [row[1] for row in connection.execute(query("applied_migrations")).fetchall()]
+        except psycopg.errors.UndefinedTable as fault:
+            raise UsageError(
+                f"the database at {redact(database.url)} has no fabric schema yet: run `fabric db init`"
+            ) from fault
+        known = [item.name for item in migrations()]
+        tables = connection.execute(query("table_sizes")).fetchall()
+        journals = connection.execute(query("journals")).fetchall()
+        size = connection.execute(query("database_size")).fetchone()
+        assert size is not None
+        return State(
+            migrations=applied,
+            pending=[name for name in known if name not in applied],
+            vectors=get_meta(connection, "vectors") or "",
+            size=int(size[0]),
+            tables=[Table(name, int(rows), int(of)) for name, rows, of in tables],
+            journals=len(journals),
+        )
+
+
+def _ensure_database(database: Database) -> bool:
+    """Make the database that the URL names, if the server is there and has it not; True if it was made."""
+    try:
+        database.connect().close()
+    except SettingsError as refused:
+        missing = _missing_database(refused)
+        if missing is None:
+            raise
+        maintenance = Database(make_conninfo(database.url, dbname=MAINTENANCE))
+        with maintenance.connect() as connection:
+            try:
+                connection.execute(sql.SQL("create database {}").format(sql.Identifier(missing)))
+            except psycopg.errors.InsufficientPrivilege as fault:
+                raise SettingsError(
+                    f"there is no database {missing!r} at {redact(database.url)}, and this role may not make one: "
+                    f'ask the owner of the server for `create database "{missing}" owner {connection.info.user}`'
+                ) from fault
+            except psycopg.errors.DuplicateDatabase:
+                return False  # somebody else was faster
+        return True
+    return False
+
+
+def _missing_database(refused: SettingsError) -> str | None:
+    """The name of the database whose absence `refused` complains about."""
+    cause = refused.__cause__
+    if isinstance(cause, psycopg.OperationalError) and 'database "' in str(cause):
+        _, _, rest = str(cause).partition('database "')
+        name, _, after = rest.partition('" ')
+        return name if after.startswith("does not exist") else None
+    return None
+
+
+def _require_rights(connection: Connection, database: Database) -> None:
+    row = connection.execute(query("schema_rights")).fetchone()
+    assert row is not None
+    role, name, may_create, owner, may_use = row
+    if owner is None and not may_create:
+        raise SettingsError(
+            f"role {role!r} may not make a schema in database {name!r} at {redact(database.url)}: "
+            f'run `grant create on database "{name}" to "{role}"` as its owner'
+        )
+    if owner is not None and not may_use:
+        raise SettingsError(
+            f"the schema fabric of database {name!r} belongs to {owner!r}, and role {role!r} may not change it: "
+            f'use that role in FABRIC_PG_URL, or run `alter schema fabric owner to "{role}"` as {owner!r}'
+        )
+
+
+def connection_environment(url: str) -> tuple[str, dict[str, str]]:
+    """(conninfo without the password, PGPASSWORD where there is one): arguments of a process can be read by all."""
+    with translated(url):
+        parts = conninfo_to_dict(url)
+    password = parts.pop("password", None)
+    return make_conninfo("", **parts), {"PGPASSWORD": str(password)} if password else {}
