@@ -38,6 +38,7 @@ from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
+from fabric_pipelines.broker.refusals import parked
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
     AttachReply,
@@ -303,15 +304,17 @@ class Owner:
     def status_of(self, tenant: str) -> BrokerStatus:
         """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""
         lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
-        kinds = list(self.core.state.classes)
         ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
+        total = sum(ledgers, Ledger())
         return BrokerStatus(
             lanes=[
-                _lane_row(lane, ledger, kinds) for lane, ledger in zip(lanes, ledgers, strict=True)
+                _lane_row(self.core, lane, ledger)
+                for lane, ledger in zip(lanes, ledgers, strict=True)
             ],
-            total=sum(ledgers, Ledger()),
+            total=total,
             counters={},
             journal={"journal_id": self.journal.journal_id},
+            progress=_progress(total, rate=0.0),  # the rate is that of all tenants together
             submissions=sum(
                 record.header.tenant == tenant for record in self.core.state.submissions
             ),
@@ -323,10 +326,10 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
-        total, kinds = state.total(), list(state.classes)
+        total = state.total()
         return BrokerStatus(
             lanes=[
-                _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
+                _lane_row(core, lane, state.accounts.ledger(lane.index)) for lane in state.lanes
             ],
             total=total,
             counters={
@@ -349,7 +352,7 @@ class Owner:
                 **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
             },
-            progress=self._progress(total),
+            progress=_progress(total, self._rate.rate),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -368,17 +371,6 @@ class Owner:
             draining=self.draining,
             fault=core.fault,
         )
-
-    def _progress(self, total: Ledger) -> dict[str, Any]:
-        """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
-        done, rate = total.retired.tokens + total.dead.tokens, self._rate.rate
-        left = total.enqueued.tokens - done
-        return {
-            "tokens_total": total.enqueued.tokens,
-            "tokens_done": done,
-            "tokens_per_s": rate,
-            "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
-        }
 
     def verify(self) -> VerifyReport:
         """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
@@ -681,11 +673,25 @@ class Owner:
         return self.core.states(task_ids)
 
 
-def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:
+def _progress(total: Ledger, rate: float) -> dict[str, Any]:
+    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+    done = total.retired.tokens + total.dead.tokens
+    left = total.enqueued.tokens - done
+    return {
+        "tokens_total": total.enqueued.tokens,
+        "tokens_done": done,
+        "tokens_per_s": rate,
+        "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+    }
+
+
+def _lane_row(core: Core, lane: Lane, ledger: Ledger) -> dict[str, Any]:
+    kinds = list(core.state.classes)
     return {
         "lane": lane.name,
         "step": lane.step.name.lower(),
         "generation": lane.generation,
         "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
+        "parked": parked(core.state, lane, core.roster),
         **ledger.as_json(),
     }
