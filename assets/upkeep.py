@@ -6,6 +6,7 @@ does not fill. `current` lays over a shard what moved. The sensor `moved_shards`
 what the database says now with what was built, so a tick that is missed or a run that failed is made good.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from resources.shards import ShardsResource
 
 SOURCE_KEY = dg.AssetKey(["indexes", "source"])
 CURRENT_KEY = dg.AssetKey(["indexes", "current"])
-REFRESH_TAG = "fabric/refresh"
+REFRESH_TAG, HEAD_TAG = "fabric/refresh", "fabric/head"
+FIRST_WAIT_S, FAILURES_COUNTED = 60.0, 7  # after seven failures of the same thing: an hour
 VERSION_TAG = "dagster/data_version"
 shard_names = dg.DynamicPartitionsDefinition(name="shards")
 
@@ -119,7 +121,7 @@ def moved_shards(
         return dg.SkipReason(str(fault))
     instance = context.instance
     new = sorted({item.shard for item in found} - set(instance.get_dynamic_partitions("shards")))
-    due = [item for item in found if item.due and not _in_flight(instance, item.shard)]
+    due = [item for item in found if item.due and not _held(instance, item)]
     events = [
         dg.AssetObservation(SOURCE_KEY, partition=shard, tags={VERSION_TAG: version.value})
         for shard, version in changed_versions(instance, found).items()
@@ -129,7 +131,7 @@ def moved_shards(
         dg.RunRequest(
             asset_selection=[CURRENT_KEY],
             partition_key=item.shard,
-            tags={REFRESH_TAG: item.shard, "fabric/verdict": item.verdict},
+            tags={REFRESH_TAG: item.shard, HEAD_TAG: _head(item), "fabric/verdict": item.verdict},
         )
         for item in due
     ]
@@ -140,11 +142,37 @@ def moved_shards(
     )
 
 
-def _in_flight(instance: dg.DagsterInstance, shard: str) -> bool:
-    found = instance.get_run_records(
-        dg.RunsFilter(tags={REFRESH_TAG: shard}, statuses=list(IN_FLIGHT)), limit=1
+def _held(instance: dg.DagsterInstance, item: Staleness) -> bool:
+    """A run is on it, or the last one on the same state of things failed a short while ago: each failure doubles
+    the wait, so that what cannot be built (an emptied source) does not fill the event log, and what could
+    not be built for a while is tried again."""
+    runs = instance.get_run_records(
+        dg.RunsFilter(tags={REFRESH_TAG: item.shard}, statuses=list(IN_FLIGHT)), limit=1
     )
-    return bool(found)
+    if runs:
+        return True
+    failed = instance.get_run_records(
+        dg.RunsFilter(
+            tags={REFRESH_TAG: item.shard, HEAD_TAG: _head(item)},
+            statuses=[dg.DagsterRunStatus.FAILURE],
+        ),
+        limit=FAILURES_COUNTED,
+    )
+    if not failed:
+        return False
+    wait_s = FIRST_WAIT_S * 2 ** (len(failed) - 1)
+    failed_s: float = failed[0].update_timestamp.timestamp()
+    return now_s() - failed_s < wait_s
+
+
+def _head(item: Staleness) -> str:
+    """What the verdict is about: another change makes another head."""
+    changed = item.last_change_at
+    return f"{item.generation}-{item.verdict}-{changed.isoformat() if changed else 'never'}"
+
+
+def now_s() -> float:
+    return time.time()
 
 
 assets: list[dg.AssetsDefinition | dg.SourceAsset] = [source, current]

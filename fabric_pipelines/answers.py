@@ -25,7 +25,7 @@ SHOWN = {
     ),
     "receipts": ("shard", "generation", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
-    "letters": ("task_id", "state", "function", "error_code", "attempts", "reason"),
+    "letters": ("task_id", "state", "function", "error_code", "attempts", "consumer", "reason"),
     "kernels": ("family", "arch", "registers", "spills", "digest"),
 }
 TASK_STATES = ("ready", "leased", "computed", "in_doubt", "retired", "dead")

@@ -43,6 +43,7 @@ def pulled_batch(
         "function": [function] * rows,
         "submission_id": [submission_id] * rows,
         "requeues": [requeues] * rows,
+        "consumer": ["worker-1"] * rows,
         "task_id": [task_id(incarnation, first + row) for row in range(rows)],
         "source_row": list(range(first, first + rows)),
         "status": [status for status, _, _ in said],

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
 app = typer.Typer(no_args_is_help=True, help="Figures of this machine, beside those of peers.")
 
+EVERY_BYTE = 1 << 40
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -60,6 +62,30 @@ def bench_broker(
     options = Options(tasks, batch, lease, rounds, tuple(system or ()))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
+
+
+@app.command("crash")
+def bench_crash(
+    seed: Annotated[int, typer.Option(help="Of the random choices of sectors.")] = 7,
+    subsets: Annotated[
+        int, typer.Option(min=0, help="Random choices of sectors after each operation.")
+    ] = 24,
+    torn: Annotated[int, typer.Option(min=0, help="Writes that are cut at many places.")] = 30,
+    every_byte: Annotated[
+        bool, typer.Option("--every-byte", help="Cut them at every byte; some minutes.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What a crash after any operation may leave of the broker's log, and what is lost by it; about 30 s."""
+    from fabric_pipelines.bench.crash import Options, measure, table
+
+    CTRL_C.begin()
+    each = EVERY_BYTE if every_byte else Options().torn_each
+    options = Options(seed, subsets, torn, each)
+    found = measure(options, lambda line: typer.echo(line, err=True))
+    _print(found, table(found), as_json)
+    if found["broken"]:
+        raise CheckFailed(f"a promise is broken: {found['broken'][0]}")
 
 
 @app.command("landing")

@@ -65,10 +65,7 @@ class Checkpoints:
         except OSError as fault:
             if fault.errno in FULL:
                 return None
-            raise StorageFailed(
-                f"checkpoint {path} could not be written ({fault.strerror or fault}): check the disk, then "
-                "start the broker again"
-            ) from fault
+            raise _failed(path, "written", fault) from fault
         self._reserved = 0
         fact = CheckpointTaken(lsn, digest, size)
         if isinstance(found := self.load(fact), str):
@@ -90,31 +87,43 @@ class Checkpoints:
             self._reserved = wanted
         except OSError as fault:
             if fault.errno not in FULL:
-                raise StorageFailed(
-                    f"{ready} could not be prepared ({fault.strerror or fault}): check the disk, then start "
-                    "the broker again"
-                ) from fault
+                raise _failed(ready, "prepared", fault) from fault
 
     def load(self, fact: CheckpointTaken) -> Snapshot | str:
         """The snapshot that the fact speaks of, or why there is none."""
         path = self._folder / f"{PREFIX}{fact.lsn:016d}"
-        if path.name not in self._ops.names(self._folder):
-            return f"{path.name} is missing"
-        fd = self._ops.open(path)
         try:
-            self._ops.forget_cache(fd)
-            raw = read_exactly(self._ops, fd, self._ops.size(fd), 0)
-        finally:
-            self._ops.close(fd)
+            if path.name not in self._ops.names(self._folder):
+                return f"{path.name} is missing"
+            raw = self._read(path)
+        except OSError as fault:
+            raise _failed(path, "read", fault) from fault
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def _read(self, path: Path) -> memoryview:
+        fd = self._ops.open(path)
+        try:
+            self._ops.forget_cache(fd)
+            return read_exactly(self._ops, fd, self._ops.size(fd), 0)
+        finally:
+            self._ops.close(fd)
+
     def keep(self, lsns: Collection[int]) -> None:
         """Remove the files of all other checkpoints."""
-        for name in self._ops.names(self._folder):
-            number = name.removeprefix(PREFIX)
-            if number != name and number.isdigit() and int(number) not in lsns:
-                self._ops.unlink(self._folder / name)
+        try:
+            for name in self._ops.names(self._folder):
+                number = name.removeprefix(PREFIX)
+                if number != name and number.isdigit() and int(number) not in lsns:
+                    self._ops.unlink(self._folder / name)
+        except OSError as fault:
+            raise _failed(self._folder, "rid of old checkpoints", fault) from fault
+
+
+def _failed(path: Path, doing: str, fault: OSError) -> StorageFailed:
+    return StorageFailed(
+        f"{path} could not be {doing} ({fault.strerror or fault}): check the disk, then start the broker again"
+    )
 
 
 def encode(

@@ -10,6 +10,7 @@ the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,7 @@ from fabric_pipelines.errors import (
     FabricError,
     SchemaError,
     SubmissionConflict,
+    UsageError,
     VersionRefused,
 )
 from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
@@ -122,6 +124,7 @@ class BrokerClient:
         self.timeout_s = timeout_s
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
+        self._pid = 0  # of the process that opened the connection
         self._calls: CallConnection | None = None
         self._call_path = call_path(self.endpoint)
         self._lease_call = 0
@@ -418,6 +421,7 @@ class BrokerClient:
         self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
     ) -> tuple[dict[str, Any], list[memoryview]]:
         assert self._call_path is not None
+        self._require_same_process()
         if self._calls is None:
             self._calls = CallConnection(self._call_path, self.endpoint)
         try:
@@ -439,6 +443,16 @@ class BrokerClient:
             raise self._fault(fault) from fault
         return read_message(answers[0].body)
 
+    def _require_same_process(self) -> None:
+        """A connection that came through a fork is two processes' at once: their words mix, and gRPC hangs."""
+        pid = os.getpid()
+        if self._pid not in (0, pid):
+            raise UsageError(
+                f"this broker client was opened in process {self._pid} and is used in {pid}: make a client after the "
+                "fork, in the process that uses it"
+            )
+        self._pid = pid
+
     def _presented(self) -> dict[str, Any]:
         """What every request says beside its own: protocol, role, and what was acknowledged so far."""
         said = {"protocol": PROTOCOL_VERSION, "role": self.role}
@@ -453,6 +467,7 @@ class BrokerClient:
         return reply
 
     def _flight(self) -> flight.FlightClient:
+        self._require_same_process()
         if self._client is None:
             require_strong_ciphers()
             secrets: dict[str, Any] = {}

@@ -305,13 +305,15 @@ class Owner:
         lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
         kinds = list(self.core.state.classes)
         ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
+        total = sum(ledgers, Ledger())
         return BrokerStatus(
             lanes=[
                 _lane_row(lane, ledger, kinds) for lane, ledger in zip(lanes, ledgers, strict=True)
             ],
-            total=sum(ledgers, Ledger()),
+            total=total,
             counters={},
             journal={"journal_id": self.journal.journal_id},
+            progress=_progress(total, rate=0.0),  # the rate is that of all tenants together
             submissions=sum(
                 record.header.tenant == tenant for record in self.core.state.submissions
             ),
@@ -349,7 +351,7 @@ class Owner:
                 **(self.tiering.figures() if self.tiering is not None else {}),
                 "damaged_frames": len(self.scrub_report().damaged),
             },
-            progress=self._progress(total),
+            progress=_progress(total, self._rate.rate),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -368,17 +370,6 @@ class Owner:
             draining=self.draining,
             fault=core.fault,
         )
-
-    def _progress(self, total: Ledger) -> dict[str, Any]:
-        """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
-        done, rate = total.retired.tokens + total.dead.tokens, self._rate.rate
-        left = total.enqueued.tokens - done
-        return {
-            "tokens_total": total.enqueued.tokens,
-            "tokens_done": done,
-            "tokens_per_s": rate,
-            "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
-        }
 
     def verify(self) -> VerifyReport:
         """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
@@ -679,6 +670,18 @@ class Owner:
     def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
         """The state of each task by name; "unknown" if it is not of this journal."""
         return self.core.states(task_ids)
+
+
+def _progress(total: Ledger, rate: float) -> dict[str, Any]:
+    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+    done = total.retired.tokens + total.dead.tokens
+    left = total.enqueued.tokens - done
+    return {
+        "tokens_total": total.enqueued.tokens,
+        "tokens_done": done,
+        "tokens_per_s": rate,
+        "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+    }
 
 
 def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:

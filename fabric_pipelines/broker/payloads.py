@@ -85,8 +85,9 @@ class Payloads:
         functions = pa.array([header.function for header in headers], pa.string())
         names = pa.array([header.submission_id for header in headers], pa.string())
         which = pa.array(which)
+        added = [functions.take(which), names.take(which), self._requeues(tasks)]
         return pa.RecordBatch.from_arrays(
-            [functions.take(which), names.take(which), self._requeues(tasks), *rows.columns],
+            [*added, self._consumers(tasks), *rows.columns],
             schema=PULLED_SCHEMA,
         )
 
@@ -131,6 +132,13 @@ class Payloads:
         counted = self._state.index.attempts[tasks]
         at = rows.schema.get_field_index("attempts")
         return rows.set_column(at, rows.schema.field(at), pa.array(counted))
+
+    def _consumers(self, tasks: Sequences) -> pa.Array:
+        """Names of the sessions that held these last; empty where nobody ever did."""
+        sessions = list(self._state.sessions)
+        found, which = np.unique(self._state.index.holder[tasks], return_inverse=True)
+        names = ["" if at < 0 else sessions[at] for at in found.tolist()]
+        return pa.array(names, pa.string()).take(pa.array(which))
 
     def _requeues(self, tasks: Sequences) -> pa.Array:
         counted = self._state.requeues

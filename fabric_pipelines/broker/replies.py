@@ -135,7 +135,7 @@ class RequeueReply:
 class BrokerStatus:
     """lanes: list of {"lane", "step", "generation", "refused_by", **Ledger.as_json()}; `refused_by` names the classes
     of consumers that found the lane's tasks too large. progress: tokens_total, tokens_done, tokens_per_s, eta_s (None
-    while nothing moves); empty for a tenant."""
+    while nothing moves); a tenant is told its own tokens, and no rate."""
 
     lanes: list[dict[str, Any]]
     total: Ledger
@@ -146,7 +146,7 @@ class BrokerStatus:
     hold: bool
     draining: bool
     fault: str
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

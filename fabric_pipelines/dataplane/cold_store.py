@@ -82,9 +82,14 @@ class FolderStore:
     def remove(self, name: str) -> None:
         path = self._root / name
         with self._asked("remove", name):
-            if self._has(path):
-                self._ops.unlink(path)
-                self._ops.fsync_folder(path.parent)
+            try:
+                if path.name in self._ops.names(path.parent):
+                    self._ops.unlink(path)
+            except FileNotFoundError:
+                return
+            self._ops.fsync_folder(
+                path.parent
+            )  # also where an earlier call removed it and failed here
 
     def _opened(self, name: str) -> int | None:
         path = self._root / name

@@ -187,9 +187,9 @@ insert into fabric.dead_letters as old ({columns})
 select {columns} from {stage} as new
 where not exists (select from {results} as landed where landed.task_id = new.task_id)
 on conflict (task_id) do update
-    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, landed_at)
+    set (status, error_code, reason, prompt_tokens, engine, engine_fingerprint, attempts, raw, requeues, consumer, landed_at)
         = (excluded.status, excluded.error_code, excluded.reason, excluded.prompt_tokens, excluded.engine,
-           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.landed_at)
+           excluded.engine_fingerprint, excluded.attempts, excluded.raw, excluded.requeues, excluded.consumer, excluded.landed_at)
     where old.requeues < excluded.requeues
 
 -- name: unbury
@@ -286,7 +286,7 @@ select exists (select from fabric.results where function = %(function)s)
 
 -- name: read_dead_letters
 select task_id, function, submission_id, source_row, status, error_code, reason, prompt_tokens, engine,
-       engine_fingerprint, attempts, requeues, landed_at
+       engine_fingerprint, attempts, requeues, consumer, landed_at
 from fabric.dead_letters
 where (%(function)s::text is null or function = %(function)s)
   and (%(submission_id)s::text is null or submission_id = %(submission_id)s)

@@ -254,5 +254,6 @@ def dead_letter_columns(
         Column("engine_fingerprint", "text", text("engine_fingerprint")),
         Column("attempts", "int2", batch.column("attempts")),
         Column("requeues", "int2", batch.column("requeues")),
+        Column("consumer", "text", text("consumer")),
         Column("raw", "bytea", pa.array(raw, pa.binary())),
     ]

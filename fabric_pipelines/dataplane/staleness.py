@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
 import numpy as np
+import psycopg
 from psycopg import sql
 
 from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash, Ids
@@ -100,7 +102,8 @@ POLICY_FIELDS = tuple(item.name for item in fields(Policy) if item.name != "shar
 def watch(database: Database, source: Source) -> None:
     """Keep every change of the source's rows from the next snapshot on. Costs two look-ups where that is so
     already; else it waits for writers in flight, and gives up as DatabaseUnavailable when one of them does not
-    end. SchemaError for a relation that is not there."""
+    end. What takes no triggers from this role is left unwatched. SchemaError for a relation that is not
+    there."""
     columns = [*source.columns, *(["*"] if source.filter else [])]
     with database.session() as connection:
         kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
@@ -109,15 +112,15 @@ def watch(database: Database, source: Source) -> None:
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
         connection.execute(query("bounded_waits"))
-        connection.execute(
-            query("watch"),
-            {
-                "relation": source.relation,
-                "id": source.id_column,
-                "vector": source.vector_column,
-                "columns": columns,
-            },
-        )
+        wanted = {
+            "relation": source.relation,
+            "id": source.id_column,
+            "vector": source.vector_column,
+            "columns": columns,
+        }
+        # A role that may read a relation need not own it; its shard is audited like that of a view.
+        with suppress(psycopg.errors.InsufficientPrivilege):
+            connection.execute(query("watch"), wanted)
 
 
 def staleness(database: Database, shard: str | None = None) -> list[Staleness]:

@@ -40,3 +40,9 @@ def journal_failed(folder: Path, fault: OSError, doing: str) -> StorageFailed:
         f"journal {folder} stopped while {doing} ({fault.strerror or fault}): check the disk, then start the "
         "broker again"
     )
+
+
+def close_all(ops: FileOps, fds: dict[Path, int]) -> None:
+    while fds:
+        _, fd = fds.popitem()
+        ops.close(fd)

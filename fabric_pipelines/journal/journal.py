@@ -21,14 +21,13 @@ from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
-from fabric_pipelines.journal.faults import FULL, LOCK, journal_failed, take_lock
+from fabric_pipelines.journal.faults import FULL, LOCK, close_all, journal_failed, take_lock
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
     COMMIT,
     CONTROL_FRAME_BYTES,
     DATA_KIND_MAX,
     DURABLE,
-    HEADER_BYTES,
     OPENED,
     SEAL,
     SEGMENT,
@@ -44,6 +43,7 @@ from fabric_pipelines.journal.frame import (
 )
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import Index, write_index
+from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
 from fabric_pipelines.journal.segment import (
@@ -60,23 +60,6 @@ from fabric_pipelines.journal.stub import Stub
 SEGMENT_BYTES_MIN = 4096
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """One appended frame of the open group; its header is made when the group's segment is known."""
-
-    kind: int
-    schema_id: int
-    rows: int
-    time_us: int
-    length: int
-    crc: int
-    parts: tuple[memoryview, ...]
-
-    @property
-    def frame_bytes(self) -> int:
-        return HEADER_BYTES + padded(self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +101,7 @@ class Journal:
         self._chain = recovered.chain
         self._low_epoch = recovered.low_epoch
         self._opens = recovered.report.opens + 1
-        self._group: list[_Pending] = []
+        self._group: list[Pending] = []
         self._group_bytes = 0
         self._written_lsn = recovered.report.last_lsn
         self._durable_lsn = recovered.report.last_lsn
@@ -171,10 +154,10 @@ class Journal:
             journal.cold.require_store()
             journal._start(recovered)
         except OSError as fault:
-            _close_all(ops, fds)
+            close_all(ops, fds)
             raise journal_failed(folder, fault, "opening") from fault
         except BaseException:
-            _close_all(ops, fds)
+            close_all(ops, fds)
             raise
         return journal
 
@@ -260,7 +243,7 @@ class Journal:
         several = payload if isinstance(payload, list | tuple) else [payload]
         parts = tuple(memoryview(part).cast("B") for part in several)
         crc, length = payload_crc(parts)
-        pending = _Pending(kind, schema_id, rows, time_us, length, crc, parts)
+        pending = Pending(kind, schema_id, rows, time_us, length, crc, parts)
         share = (7 / 8 if spare_last else 1.0) if essential else 1 / 2
         self._make_room(self._group_bytes + pending.frame_bytes, share)
         lsn = self.next_lsn
@@ -322,7 +305,8 @@ class Journal:
         for segment in list(self._segments):
             if segment.last_lsn < from_lsn:
                 continue
-            source = self._through(segment)
+            with self._failing_stops("reading"):
+                source = self._through(segment)
             start = max(from_lsn, segment.first_lsn)
             for lsn in range(start, min(segment.last_lsn, last) + 1):
                 yield self._frame(segment, source, lsn)
@@ -337,7 +321,9 @@ class Journal:
         segment = self._segment_of(lsn)
         if segment.cold:
             return self._frame(segment, self.cold.source(segment, lsn), lsn)
-        return self._frame(segment, segment.source(self._ops, segment.extent(lsn)), lsn)
+        with self._failing_stops("reading"):
+            source = segment.source(self._ops, segment.extent(lsn))
+        return self._frame(segment, source, lsn)
 
     def _through(self, segment: Segment) -> Source:
         """To read all of it."""
@@ -353,6 +339,9 @@ class Journal:
         segment = self._segment_of(lsn)
         if segment.cold or not segment.sealed:
             return self.read(lsn), False
+        if segment.mapped is None:
+            with self._failing_stops("mapping a segment"):
+                segment.source(self._ops)
         trusted = segment.is_read(lsn)
         return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
 
@@ -447,7 +436,7 @@ class Journal:
             self._stopped = self._stopped or f"the journal {self.folder} is closed"
             for segment in self._segments:
                 segment.mapped = None
-            _close_all(self._ops, self._fds)
+            close_all(self._ops, self._fds)
 
     def __enter__(self) -> Journal:
         return self
@@ -464,7 +453,10 @@ class Journal:
 
     def _frame(self, segment: Segment, source: Source, lsn: int, *, trusted: bool = False) -> Frame:
         offset = segment.offsets[lsn - segment.first_lsn]
-        found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+        try:  # no context manager: a lease comes by here for each frame
+            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+        except OSError as fault:
+            raise self._stop(fault, "reading") from fault
         if found is not None and not trusted:
             segment.mark_read(lsn)
         if found is None or found.header.lsn != lsn:
@@ -684,12 +676,9 @@ class Journal:
         try:
             yield
         except OSError as fault:
-            stopped = journal_failed(self.folder, fault, doing)
-            self._stopped = str(stopped)
-            raise stopped from fault
+            raise self._stop(fault, doing) from fault
 
-
-def _close_all(ops: FileOps, fds: dict[Path, int]) -> None:
-    while fds:
-        _, fd = fds.popitem()
-        ops.close(fd)
+    def _stop(self, fault: OSError, doing: str) -> StorageFailed:
+        stopped = journal_failed(self.folder, fault, doing)
+        self._stopped = str(stopped)
+        return stopped

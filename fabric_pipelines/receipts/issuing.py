@@ -14,6 +14,7 @@ from typing import Any
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.receipts.quality import measure
 from fabric_pipelines.records.receipt import Receipt
+from fabric_pipelines.shards import canary
 from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.manifest import Increment, ShardManifest
@@ -34,7 +35,7 @@ def issue(
     disk: Disk = DISK,
 ) -> Receipt:
     """The receipt of generation `number` (default: the current one) of shard `name`, stored. quality: measured
-    here unless given. parents: receipts beside those the build recorded."""
+    here unless given; answers to the canaries come with it. parents: receipts beside those the build recorded."""
     store = store_of(db)
     generation = open_generation(store, root, name, number)
     receipt = receipt_of(generation, parents, quality)
@@ -53,16 +54,16 @@ def issue(
 def receipt_of(
     generation: Generation, parents: Sequence[str] = (), quality: Mapping[str, Any] | None = None
 ) -> Receipt:
-    if quality is None:
-        with Shard(generation) as shard:
-            quality = measure(shard)
+    with Shard(generation) as shard:
+        measured = measure(shard) if quality is None else dict(quality)
+        known = {"k": canary.K, "answers": canary.answers(shard)}
     manifest = generation.manifest
     return Receipt(
         source=manifest.source,
         recipe=manifest.recipe,
         outputs=outputs(manifest, generation.manifest_sha256),
         parents=tuple(sorted({*manifest.parents, *parents})),
-        quality=quality,
+        quality={**measured, "canaries": known},
     )
 
 

@@ -21,6 +21,7 @@ from fabric_pipelines.receipts.issuing import RECEIPT_FILE, outputs
 from fabric_pipelines.receipts.source_check import source_differences
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.blocks import map_array, map_columns
+from fabric_pipelines.shards.canary import changed_answers
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.generation import Generation, published_folder
 from fabric_pipelines.shards.logical import array_sha256, table_sha256
@@ -88,6 +89,8 @@ def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Di
         yield from damage
         yield from _logical_differences(generation, {found.what for found in damage})
         shard = None if damage else Shard(generation)
+    if shard is not None:
+        yield from _canary_differences(predicate, shard)
     # A receipt that was changed says nothing about the source; the published manifest still does.
     intact = not any(found.what == "receipt_id" for found in changed)
     fields = predicate.get("source") if intact else generation and generation.manifest.source
@@ -182,6 +185,19 @@ def _logical_differences(generation: Generation, damaged: set[str]) -> Iterator[
                 found,
                 f"{entry.label} holds other values than its logical digest says",
             )
+
+
+def _canary_differences(predicate: Mapping[str, Any], shard: Shard) -> Iterator[Difference]:
+    """Whole files must also be searched as they were; a receipt of older days has no canaries."""
+    known = _mapping(_mapping(predicate.get("quality")).get("canaries")).get("answers")
+    if known is None:
+        return
+    try:
+        yield from changed_answers(shard, known)
+    except (KeyError, TypeError, ValueError) as fault:
+        yield Difference(
+            "quality.canaries", "answers", "unreadable", f"the canaries' answers: {fault}"
+        )
 
 
 def logical_of(folder: Path, manifest: ShardManifest, entry: FileEntry) -> str:

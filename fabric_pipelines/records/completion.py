@@ -1,7 +1,7 @@
 """Completion batch: the outcome of each task, as the worker reports it and as completion pulls it.
 
 A worker sends COMPLETION_SCHEMA. The broker journals it, and hands it on as PULLED_SCHEMA, which adds what
-only the broker knows for certain (function, submission, how often it was requeued from the dead letters). `status` is one of STATUSES; `finish_reason` is
+only the broker knows for certain (function, submission, how often it was requeued from the dead letters, the session that held it last). `status` is one of STATUSES; `finish_reason` is
 the engine's own word, never guessed from lengths. `attempts` is that of the lease: it tells a failure that is
 reported again from the next one.
 """
@@ -48,6 +48,7 @@ PULLED_SCHEMA = pa.schema(
         pa.field("function", pa.string(), nullable=False),
         pa.field("submission_id", pa.string(), nullable=False),
         pa.field("requeues", pa.uint8(), nullable=False),
+        pa.field("consumer", pa.string(), nullable=False),
         *COMPLETION_SCHEMA,
     ]
 )

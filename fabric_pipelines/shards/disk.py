@@ -66,6 +66,15 @@ class Disk:
         with _reported("rename to", new):
             old.replace(new)
 
+    def sync_file(self, path: Path) -> None:
+        """What another writer put there is durable on return."""
+        with _reported("fsync", path):
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
     def sync_folder(self, path: Path) -> None:
         with _reported("fsync folder", path):
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -71,12 +71,16 @@ class Life:
     rows: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> Life:
-        self.bench = bench_on(self.ops or self.disk, self.store)
+        self.bench = self.bench_again()
         self.promise()
         self._live()
         self._note()
         self.bench.close()
         return self
+
+    def bench_again(self) -> DiskBench:
+        """A broker on what is there."""
+        return bench_on(self.ops or self.disk, self.store)
 
     def promise(self) -> None:
         """Everything so far is acknowledged."""

@@ -331,8 +331,8 @@ class _Platter:
         return image
 
 
-def crash_states(disk: SimDisk, *, seed: int, subsets: int) -> Iterator[CrashState]:
-    """After each operation: everything pending lost, everything kept, names lost, names kept but contents lost;
+def crash_states(disk: SimDisk, *, seed: int, subsets: int, since: int = 0) -> Iterator[CrashState]:
+    """After each operation from number `since` on: everything pending lost, everything kept, names lost, names kept but contents lost;
     each of the newest pending writes alone and each missing, since they reach the platter in any order; each file
     as it was synced last; each name missing; and `subsets` random choices of sectors and names."""
     chance = random.Random(seed)
@@ -340,6 +340,8 @@ def crash_states(disk: SimDisk, *, seed: int, subsets: int) -> Iterator[CrashSta
     for count in range(len(disk.log) + 1):
         if count:
             platter.advance(disk.log[count - 1])
+        if count < since:
+            continue
         notes = dict(platter.notes)
         for story, contents, entries in _choices(platter, chance, subsets):
             yield CrashState(count, story, notes, platter.image(contents, entries))

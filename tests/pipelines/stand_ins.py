@@ -104,6 +104,7 @@ class MemoryBroker:
             hold=False,
             draining=False,
             fault="",
+            progress={"tokens_total": 0, "tokens_done": 0, "tokens_per_s": 0.0, "eta_s": 0.0},
         )
 
 

@@ -68,6 +68,9 @@ def test_requeued_by_reason_a_task_lands_and_its_letter_is_gone(
     assert (listed["dead"], letter["state"], letter["source_row"]) == (1, "dead", 1)
     assert listed["reasons"] == [{"reason": letter["error_code"], "letters": 1}]
     assert letter["reason"] == "as the script says"
+    with on.client("admin") as client:
+        [worker_session] = [consumer["session"] for consumer in client.status().consumers]
+    assert letter["consumer"] == worker_session
     reason = ("broker", "dead", "requeue", "--reason", letter["error_code"])
     assert fabric(on, *reason, "--function", "embed")["requeued"] == 0
     replace_worker(worker, on)

@@ -12,6 +12,7 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import CommitInDoubt, Landed, Writer
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
+    FabricError,
     IncarnationMismatch,
     SchemaError,
     StorageFailed,
@@ -173,6 +174,34 @@ def test_a_lost_answer_to_commit_is_settled_by_the_transactions_status(
     assert _count(database, "generate") == 10
     same = landed is caught.value.landed
     assert same == reached
+
+
+def test_nothing_is_confirmed_before_its_commit(database: Database) -> None:
+    """A constraint that is looked at in COMMIT itself: until it has returned there is no word for the broker."""
+    with database.session() as connection:
+        connection.execute(
+            "create function late() returns trigger language plpgsql as "
+            "$$ begin raise exception 'not this one' using errcode = '40001'; end $$"
+        )
+        connection.execute(
+            "create constraint trigger late after insert on fabric.generate "
+            "deferrable initially deferred for each row execute function late()"
+        )
+    batch = pulled_batch(5, function="generate")
+    writer = Writer(database)
+    with pytest.raises(FabricError, match="not this one"):
+        writer.land(batch)
+    assert _count(database, "generate") == _count(database, "acks") == 0
+    with database.session() as connection:
+        connection.execute("drop trigger late on fabric.generate")
+    landed = writer.land(batch)
+    writer.close()
+    assert landed.confirmation is not None
+    with database.session() as connection:
+        row = connection.execute(
+            "select pg_xact_status(%(xid)s::xid8)", {"xid": landed.confirmation.proof["xid"]}
+        ).fetchone()
+    assert row == ("committed",)
 
 
 def test_landing_goes_on_after_the_backend_was_killed(database: Database) -> None:

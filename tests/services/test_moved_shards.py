@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dagster._core.definitions.data_version import CachingStaleStatusResolver, S
 from dagster._core.definitions.observe import observe
 from dagster._core.loader import LoadingContextForTest
 
+from assets import upkeep
 from assets.upkeep import CURRENT_KEY, REFRESH_TAG, SOURCE_KEY, moved_shards, source
 from fabric_pipelines import shards
 from fabric_pipelines.dataplane.database import Database
@@ -193,3 +195,28 @@ def test_without_a_database_the_sensor_skips_and_says_so(
     found = moved_shards(context)
     assert isinstance(found, dg.SkipReason)
     assert "Postgres" in str(found.skip_message)
+
+
+def test_what_failed_is_tried_again_after_a_wait_that_doubles(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric.tick()
+    fabric.move("alpha")
+    (request,) = fabric.tick()
+    clock = [time.time()]
+    monkeypatch.setattr(upkeep, "now_s", lambda: clock[0])
+    for wait_s in (60, 120, 240):
+        fabric.instance.create_run_for_job(
+            job_def=fabric.defs.resolve_implicit_global_asset_job_def(),
+            tags=dict(request.tags),
+            status=dg.DagsterRunStatus.FAILURE,
+        )
+        clock[0] = time.time()
+        assert fabric.tick() == []
+        clock[0] += wait_s - 20
+        assert fabric.tick() == []
+        clock[0] += 40
+        assert requested(fabric.tick()) == ["alpha"]
+    clock[0] = time.time()
+    fabric.move("alpha", rows=30)  # something else to build: asked for at once
+    assert requested(fabric.tick()) == ["alpha"]

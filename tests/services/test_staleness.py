@@ -414,3 +414,23 @@ def test_the_moved_rows_and_the_log_are_of_one_snapshot(built: Database) -> None
             (first.state.snapshot,),
         ).fetchall()
     assert seen == [(False,), (True,)]
+
+
+def test_a_relation_of_another_owner_is_left_unwatched_and_its_shard_is_audited(
+    built: Database,
+) -> None:
+    execute(built, "create role reader login")
+    try:
+        execute(built, "create table public.theirs (id bigint, v halfvec)")
+        for what in (
+            "select on public.theirs", "usage on schema fabric", "select on all tables in schema fabric",
+        ):  # fmt: skip
+            execute(built, f"grant {what} to reader")
+        as_reader = Database(built.url.replace("postgres@", "reader@"))
+        staleness.watch(as_reader, sources.Source("public.theirs", "id", "v"))
+        with built.session() as connection:
+            watched = connection.execute("select count(*) from fabric.watched").fetchone()
+        assert watched == (1,)  # fabric.embed alone
+    finally:
+        execute(built, "drop owned by reader")
+        execute(built, "drop role reader")

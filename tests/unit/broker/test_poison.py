@@ -85,6 +85,7 @@ def require_only_the_poison_died(found: Line, tasks: int) -> None:
         assert row["status"] == ("failed" if at in found.poison else "ok")
     for at in found.poison:
         assert rows[at]["error_code"] == "LeaseExpired"
+        assert rows[at]["consumer"] == f"w{len(found.held) - 1}" or len(found.poison) > 1
         assert "session w" in rows[at]["error_text"]
         assert len(rows[at]["error_text"].encode()) <= 256
     dead = [rows[at]["task_id"] for at in found.poison]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import os
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.errors import BrokerUnavailable, UsageError
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.testing.sim_disk import SimDisk
 from tests.support_broker import Bench, ids_of, submission_of, tasks_of
@@ -76,3 +82,15 @@ def test_lane_steps_are_facts_with_closing_counts_and_a_lie_about_them_is_refuse
         for row in np.frombuffer(bytes(frame.payload)[-40:], np.int64).reshape(-1, 5).tolist()
     ]
     assert steps == [[0, 1, 2, 0, 0], [0, 1, 3, 3, 0]]
+
+
+def test_a_client_that_came_through_a_fork_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = BrokerClient(f"grpc+unix://{tmp_path}/none", role="admin", timeout_s=1)
+    with pytest.raises(BrokerUnavailable):
+        client.hello()
+    opened_in = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: opened_in + 1)
+    with pytest.raises(UsageError, match=f"opened in process {opened_in} and is used in"):
+        client.hello()

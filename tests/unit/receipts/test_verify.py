@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 
 import numpy as np
 import pytest
 
 from fabric_pipelines import receipts, shards
-from fabric_pipelines.errors import UsageError
+from fabric_pipelines.dataplane.source import Source
+from fabric_pipelines.errors import UsageError, VersionRefused
 from fabric_pipelines.records.receipt import PREDICATE_TYPE, Receipt
+from fabric_pipelines.shards import building
+from fabric_pipelines.shards.manifest import ShardManifest
 
 
 def names(verification):
@@ -162,3 +166,53 @@ def test_the_receipt_of_an_older_generation_still_verifies(store, tmp_path, rece
 def test_an_unknown_receipt_is_a_usage_error(store, tmp_path, receipt):
     with pytest.raises(UsageError, match="there is no receipt 'ffff'"):
         receipts.verify(store, tmp_path, "ffff")
+
+
+def test_a_receipt_of_the_older_hash_still_verifies_and_its_shard_is_built_anew_at_a_refresh(
+    store, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "Source", functools.partial(Source, hash_version=1))
+        shards.build(store, tmp_path, "old", lists=4, seed=1, metric="cosine", recipe={})
+    old = receipts.issue(store, tmp_path, "old")
+    assert "hash_version" not in old.source
+    assert "engine_fingerprints" not in old.source
+    assert receipts.verify(store, tmp_path, old.receipt_id).differences == ()
+    assert receipts.rebuild(store, tmp_path, old.receipt_id).verdict == "identical"
+    store.set_column("source_row", (5 << 40) + 1, 77)
+    assert receipts.verify(
+        store, tmp_path, old.receipt_id
+    ).ok  # which is why there is a second version
+    done = shards.refresh(store, tmp_path, "old")
+    assert (done.how, done.why) == ("full", "its content hash is of an older version")
+    new = receipts.issue(store, tmp_path, "old")
+    assert new.source["hash_version"] == 2
+    store.set_column("source_row", (5 << 40) + 1, 78)
+    (found,) = receipts.verify(store, tmp_path, new.receipt_id).differences
+    assert f"1 row changed in source_row (task_id {(5 << 40) + 1})" in found.sentence
+
+
+def test_rows_of_another_engine_than_before_are_named(store, tmp_path, receipt):
+    store.fingerprints = ("another",)
+    (found,) = receipts.verify(store, tmp_path, receipt.receipt_id).differences
+    assert found.what == "source.engine_fingerprints"
+
+
+def test_a_canary_that_answers_otherwise_is_named_though_every_file_is_whole(
+    store, tmp_path, receipt
+):
+    def other(predicate):
+        predicate["quality"]["canaries"]["answers"][2]["distances"][0] = "0x1.0p+0"
+
+    edited(store, receipt, other)
+    found = names(receipts.verify(store, tmp_path, receipt.receipt_id))
+    assert "canary[2].distances" in found
+
+
+def test_a_manifest_of_format_1_is_still_read(generation):
+    fields = generation.manifest.as_json()
+    del fields["increment"]
+    read = ShardManifest.from_json(fields | {"format": "fabric-shard-1"}, "an old one")
+    assert read == generation.manifest
+    with pytest.raises(VersionRefused, match="fabric-shard-9"):
+        ShardManifest.from_json(fields | {"format": "fabric-shard-9"}, "a new one")

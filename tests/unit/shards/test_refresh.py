@@ -13,6 +13,7 @@ from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.shards import renewal
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
+from tests.unit.shards.test_generation import CrashingStore, RecordingDisk, WorldEnded
 
 BASE, DIM = 5 << 40, 24
 
@@ -215,6 +216,15 @@ def test_a_lopsided_increment_is_a_full_build(built, rows, tmp_path, monkeypatch
     assert "times the mean" in why_full(built, tmp_path)
 
 
+def test_many_empty_lists_are_a_full_build(built, tmp_path):
+    """One of eight is dissolved: 12.5 %."""
+    with shards.open_shard(built, tmp_path, "notes") as shard:
+        smallest = int(np.argmin(np.diff(shard.indptr)))
+        ids = shard.list_rows(smallest)[1]
+    built.remove(ids[: int(len(ids) * 0.8) + 1])
+    assert why_full(built, tmp_path) == "12.5% of the lists are empty"
+
+
 def test_a_fall_of_recall_is_a_full_build_and_the_increment_is_thrown_away(
     built, rows, tmp_path, monkeypatch
 ):
@@ -269,3 +279,39 @@ def test_rows_of_another_engine_are_refused_by_name(store, tmp_path):
         build(store, tmp_path, recipe={"engine_fingerprint": "aa"})
     store.fingerprints = ("aa",)
     assert build(store, tmp_path, recipe={"engine_fingerprint": "aa"}).number == 1
+
+
+def test_a_crash_before_any_step_of_a_refresh_leaves_the_old_generation_and_loses_no_move(
+    built, rows, tmp_path
+):
+    built.put(names(*range(5)), -rows[1][:5])
+    with shards.open_shard(built, tmp_path, "notes") as shard:
+        before = shard.search(rows[1][:3], 5).I.tolist()
+    crashes = 0
+    for step in range(200):
+        disk = RecordingDisk(crash_at=step)
+        try:
+            done = refreshed(built, tmp_path, disk=disk)
+        except WorldEnded:
+            crashes += 1
+            with shards.open_shard(built, tmp_path, "notes") as shard:
+                assert shard.manifest.generation == 1
+                assert shard.search(rows[1][:3], 5).I.tolist() == before
+            assert shards.scrub(built, tmp_path, "notes").ok
+            continue
+        break
+    assert crashes == len(disk.log) >= 15
+    assert (done.how, done.moved) == ("increment", 5)
+    assert_like_brute_force(built, tmp_path)
+    left = {path.name for path in (tmp_path / "notes").iterdir()}
+    assert left == {".lock", "g000001-t1", done.generation.folder.name}
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_around_the_row_is_either_not_yet_or_done(built, rows, tmp_path, after):
+    built.put(names(1), rows[1][[2]])
+    with pytest.raises(WorldEnded):
+        refreshed(CrashingStore(built, after), tmp_path)
+    done = refreshed(built, tmp_path)
+    assert (done.how, done.generation.number) == ("none" if after else "increment", 2)
+    assert_like_brute_force(built, tmp_path)

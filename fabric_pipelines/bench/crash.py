@@ -1,0 +1,83 @@
+"""`fabric bench crash`: what a crash after any operation may leave of a broker's log, and what is lost by it.
+
+A recorded life of a broker on a simulated disk (every kind of fact, rolls, recycled files, checkpoints, restarts,
+segments that go to the cold tier and come back) is cut after each operation; what POSIX lets the platter hold then
+is recovered by a new broker and held to what had been acknowledged. The one bench that stands on a stand-in, since
+no real disk can be asked for these states; it measures no speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.testing.crash_judge import DOUBLED, LOST, UNBALANCED, Judge, states_of
+from fabric_pipelines.testing.crash_life import Life
+from fabric_pipelines.testing.sim_disk import SimDisk
+
+SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """subsets: random choices of sectors after each operation; torn: writes that are cut, about `torn_each` cuts
+    in each."""
+
+    seed: int = 7
+    subsets: int = 24
+    torn: int = 30
+    torn_each: int = 400
+
+
+def measure(options: Options, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """states: distinct ones that were judged; lost, doubled, unbalanced: how many of them broke a promise of that
+    kind; broken: the first of them in words."""
+    begin_s = time.process_time()
+    life = Life(SimDisk()).run()
+    say(
+        f"recorded {len(life.disk.log)} operations with {len(life.kinds)} of {len(Kind)} kinds of facts"
+    )
+    judge = Judge(life)
+    broken = judge.count(
+        states_of(
+            life.disk,
+            seed=options.seed,
+            subsets=options.subsets,
+            torn=options.torn,
+            torn_each=options.torn_each,
+        )
+    )
+    return {
+        "states": len(judge.states),
+        LOST: judge.broken[LOST],
+        DOUBLED: judge.broken[DOUBLED],
+        UNBALANCED: judge.broken[UNBALANCED],
+        "logs": len(judge.logs),
+        "operations": len(life.disk.log),
+        "acknowledgements": len(life.promises),
+        "kinds": sorted(Kind(kind).name.lower() for kind in life.kinds),
+        "segments": len(life.epochs),
+        "counters": dict(sorted(life.counters.items())),
+        "seed": options.seed,
+        "broken": broken[:SHOWN],
+        "cpu_seconds": round(time.process_time() - begin_s, 1),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """For the page and the terminal."""
+    lines = [
+        "| distinct states | lost | doubled | unbalanced | logs recovered | CPU s |",
+        "|---|---|---|---|---|---|",
+        f"| {found['states']} | {found[LOST]} | {found[DOUBLED]} | {found[UNBALANCED]} | {found['logs']} | "
+        f"{found['cpu_seconds']} |",
+        "",
+        f"{found['operations']} operations, {found['acknowledgements']} acknowledgements, "
+        f"{len(found['kinds'])} kinds of facts, {found['segments']} segments, seed {found['seed']}",
+        "",
+    ]
+    lines += [f"{name.replace('_', ' ')}: {count}" for name, count in found["counters"].items()]
+    return "\n".join([*lines, *found["broken"]])

@@ -1,0 +1,131 @@
+"""Objects under conditions: made only if the name is free, replaced only if nobody replaced them meanwhile.
+
+What the pointer of a copied shard needs, and all that is asked of S3 beyond reading and writing: If-None-Match and
+If-Match on PUT. A store that ignores the conditions is found out by `require_conditions` before anything
+relies on it (some that call themselves S3 do: 16 winners of 16).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fabric_pipelines.errors import Refused, StorageFailed, StoreUnreachable, UsageError
+
+S3 = "s3://"
+TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
+_FAILED_CONDITION = ("PreconditionFailed", "412", "At least one of the pre-conditions")
+
+
+class Objects:
+    """`url`: s3://bucket/prefix. Credentials and endpoint come from the environment (AWS_*, AWS_ENDPOINT_URL)."""
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(S3):
+            raise UsageError(f"{url!r} is no s3:// URL; a shard is copied to an object store")
+        import s3fs  # its import costs most of a second
+
+        # no caches: they are process-wide, and a pointer read from one is an old pointer
+        self._files = s3fs.S3FileSystem(
+            skip_instance_cache=True, use_listings_cache=False, config_kwargs=TIMEOUTS
+        )
+        self.root = url.removeprefix(S3).rstrip("/")
+        if not self.root:
+            raise UsageError(f"{url!r} names no bucket")
+
+    def create(self, key: str, content: bytes) -> bool:
+        """False if the name is taken; then nothing changed."""
+        return self._put(key, content, IfNoneMatch="*")
+
+    def replace(self, key: str, content: bytes, etag: str) -> bool:
+        """False if the object is no longer the one of `etag`; then nothing changed."""
+        return self._put(key, content, IfMatch=etag)
+
+    def read(self, key: str) -> tuple[bytes, str] | None:
+        """Content and etag of one version, None when there is none."""
+        bucket, path = self._split(key)
+        with self._asked("read", key):
+            try:
+                found = self._files.call_s3("get_object", Bucket=bucket, Key=path)
+                return self._body(found), str(found["ETag"])
+            except FileNotFoundError:
+                return None
+
+    def size(self, key: str) -> int | None:
+        with self._asked("look at", key):
+            try:
+                return int(self._files.info(f"{self.root}/{key}")["size"])
+            except FileNotFoundError:
+                return None
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Unconditional: for objects that are named by their own digest."""
+        with self._asked("keep", key):
+            self._files.put_file(str(path), f"{self.root}/{key}")
+
+    def get_file(self, key: str, path: Path) -> None:
+        with self._asked("read", key):
+            self._files.get_file(f"{self.root}/{key}", str(path))
+
+    def require_conditions(self) -> None:
+        """Refused when the store lets a second writer create what exists."""
+        key = f".conditions-{uuid.uuid4().hex}"
+        try:
+            if not self.create(key, b"1") or self.create(key, b"2"):
+                raise Refused(
+                    f"the object store at s3://{self.root} ignores If-None-Match, so two writers could both "
+                    "switch a shard: use one that keeps conditional writes"
+                )
+        finally:
+            with self._asked("remove", key):
+                self._files.rm_file(f"{self.root}/{key}")
+
+    def _put(self, key: str, content: bytes, **condition: str) -> bool:
+        bucket, path = self._split(key)
+        with self._asked("keep", key):
+            try:
+                self._files.call_s3(
+                    "put_object", Bucket=bucket, Key=path, Body=content, **condition
+                )
+            except FileExistsError:  # how s3fs names a failed condition of some servers
+                return False
+            except OSError as fault:
+                if any(word in str(fault) for word in _FAILED_CONDITION):
+                    return False
+                raise
+        return True
+
+    def _body(self, found: Any) -> bytes:
+        from fsspec.asyn import sync
+
+        async def drained() -> bytes:
+            async with found["Body"] as stream:
+                content: bytes = await stream.read()
+                return content
+
+        content: bytes = sync(self._files.loop, drained)
+        return content
+
+    def _split(self, key: str) -> tuple[str, str]:
+        bucket, _, prefix = self.root.partition("/")
+        return bucket, f"{prefix}/{key}" if prefix else key
+
+    @contextmanager
+    def _asked(self, doing: str, key: str) -> Iterator[None]:
+        where = f"s3://{self.root}/{key}"
+        try:
+            yield
+        except FileNotFoundError as fault:
+            raise StorageFailed(f"cannot {doing} {where}: it is not there") from fault
+        except (ConnectionError, TimeoutError) as fault:
+            raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
+        except OSError as fault:
+            raise StorageFailed(f"cannot {doing} {where}: {fault}") from fault
+        except Exception as fault:
+            # botocore's own tree (endpoint unreachable, read timeout) has no common base with OSError
+            if type(fault).__module__.startswith(("botocore", "aiobotocore", "aiohttp")):
+                raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
+            raise

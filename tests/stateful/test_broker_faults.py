@@ -1,0 +1,211 @@
+"""A disk that fails under a living broker, at every call, and bits that flip in everything it keeps.
+
+After an error nothing is acknowledged any more, and what was before is there after the restart; a store that fails
+is not a disk that fails. A flipped bit is refused by name where it means something, and never believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from fabric_pipelines.broker.owner import Fatal
+from fabric_pipelines.errors import FabricError, StorageFailed
+from fabric_pipelines.testing.crash_judge import Judge, flips_of
+from fabric_pipelines.testing.crash_life import FOLDER, Life
+from fabric_pipelines.testing.sim_disk import CrashState, SimDisk, all_kept, crash_states
+
+CHANGES = {"pwritev", "fdatasync", "fsync", "fsync_folder", "rename", "unlink", "fallocate", "open"}
+OFTEN = {"pwritev", "fdatasync"}
+SPACE = {"pwritev", "fallocate", "open", "rename", "fsync", "fsync_folder", "fdatasync"}
+
+
+class WatchedDisk(SimDisk):
+    """Knows which calls were the store's: a folder that fails is a store that is away, not the journal's end."""
+
+    def __init__(self, **how: object) -> None:
+        super().__init__(**how)  # type: ignore[arg-type]
+        self.of_the_store: set[int] = set()
+
+    def _call(self, name: str) -> None:
+        frame = sys._getframe(1)
+        for _ in range(6):
+            if frame is None:
+                break
+            if frame.f_code.co_qualname.startswith("FolderStore."):
+                self.of_the_store.add(self.calls)
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        super()._call(name)
+
+
+@pytest.fixture(scope="module")
+def life() -> Life:
+    return Life(WatchedDisk()).run()
+
+
+def lived(number: int, code: int) -> tuple[Life, str]:
+    """A life in which that call fails, and how it ended: "fatal", "refused" or "whole"."""
+    life = Life(WatchedDisk(failing={number: code}))
+    try:
+        life.run()
+    except Fatal:
+        return life, "fatal"
+    except StorageFailed:
+        return life, "refused"
+    return life, "whole"
+
+
+def require_kept(life: Life, seed: int) -> None:
+    """What a power cut after the failure may leave: nothing of what was pending, and all of it."""
+    few = islice(crash_states(life.disk, seed=seed, subsets=0, since=len(life.disk.log)), 2)
+    Judge(life).judge_all(few)
+
+
+def numbers(life: Life, names: set[str], every: int) -> list[int]:
+    return [at for at, name in enumerate(life.disk.call_names) if name in names][::every]
+
+
+def store_calls(life: Life) -> set[int]:
+    disk = life.disk
+    assert isinstance(disk, WatchedDisk)
+    return disk.of_the_store
+
+
+def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_kept(
+    life: Life,
+) -> None:
+    names = set(life.disk.call_names)
+    assert names > CHANGES
+    chosen = sorted(
+        {*numbers(life, CHANGES, 1), *numbers(life, names - CHANGES - {"names", "make_folder"}, 6)}
+    )
+    ends: Counter[str] = Counter()
+    for at in chosen:
+        name, theirs = life.disk.call_names[at], at in store_calls(life)
+        failed, end = lived(at, errno.EIO)
+        ends[end] += 1
+        if theirs:
+            assert end == "whole", (at, name)
+            said = [what for what in failed.counters if what.endswith("failures")]
+            assert sum(failed.counters[what] for what in said) >= 1, (at, name)
+        else:
+            assert end != "whole", (at, name)
+            require_stopped(failed)
+        if name not in OFTEN or not at % 8:
+            require_kept(failed, at)
+    assert ends["fatal"] > 200
+    assert ends["whole"] > 5, "no call of the store was among them"
+
+
+def require_stopped(life: Life) -> None:
+    """No acknowledgement leaves any more: a journal that failed refuses every further commit."""
+    bench = getattr(life, "bench", None)
+    if bench is None or not bench.disk._stopped:
+        return  # it did not come up, or a checkpoint failed: the process ends either way
+    before = len(life.promises)
+    with pytest.raises((Fatal, FabricError)):
+        life.submit(70, [2])
+    assert len(life.promises) == before
+
+
+def test_a_full_disk_at_any_call_loses_nothing_and_ends_only_what_cannot_go_on(life: Life) -> None:
+    ends: Counter[str] = Counter()
+    for at in numbers(life, SPACE, 3):
+        failed, end = lived(at, errno.ENOSPC)
+        ends[end] += 1
+        if life.disk.call_names[at] in ("pwritev", "fdatasync") and end == "fatal":
+            require_stopped(failed)
+        require_kept(failed, at)
+    assert ends["whole"] > 5, "checkpoints, index files and copies can wait"
+    assert ends["fatal"] + ends["refused"] > 50
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "every", "refused"),
+    [
+        ((".segment",), 499, 20),
+        ((".cold",), 3, 20),
+        ((".json",), 3, 20),
+        ((".index",), 29, 0),
+    ],
+    ids=["segments and objects", "stubs", "identity", "index files"],
+)
+def test_a_flipped_bit_anywhere_is_refused_by_name_or_costs_nothing(
+    suffixes: tuple[str, ...], every: int, refused: int
+) -> None:
+    frozen = cold_life()
+    judge, found = Judge(frozen), Counter[bool]()
+    for state in flips_of(all_kept(frozen.disk), suffixes=suffixes, every=every):
+        found[judge.judge_flip(state)] += 1
+    assert found[True] >= refused
+    assert sum(found.values()) >= 20
+
+
+def test_a_flipped_bit_in_the_checkpoint_that_stands_for_a_dropped_front_is_refused(
+    life: Life,
+) -> None:
+    """Any other checkpoint is a cache: with a newer one, or the log, the broker starts without it."""
+    state = all_kept(life.disk)
+    names = sorted(path for path in state.image.entries if path.name.startswith("checkpoint-0"))
+    assert names
+    judge = Judge(life)
+    for path in names:
+        inode = state.image.entries[path]
+        content = state.image.contents[inode]
+        for at in range(0, len(content.rstrip(b"\0")), 211):
+            image = state.image.copy()
+            image.contents[inode] = content[:at] + bytes([content[at] ^ 2]) + content[at + 1 :]
+            judge.judge_flip(CrashState(0, f"{path.name} at {at}", state.notes, image))
+    image = state.image.copy()
+    for path in names:
+        del image.entries[path]
+    assert judge.judge_flip(CrashState(0, "no checkpoint at all", state.notes, image))
+
+
+def cold_life() -> Life:
+    """A life that ends while live tasks lie in the cold tier."""
+    life = Life(SimDisk()).run()
+    life.bench = life.bench_again()
+    life.submit(31, [4, 4])
+    life.freeze()
+    for mark in (32, 33):
+        life.submit(mark, [3])
+        life.bench.disk.roll()  # over the files that segments left when they went cold
+    life.bench.close()
+    with life.bench_again().disk as journal:
+        assert any(holding.cold for holding in journal.holdings)
+    return life
+
+
+def test_a_client_that_was_acknowledged_more_than_the_disk_kept_is_told(life: Life) -> None:
+    """The last group is durable but nothing recorded that: only who was acknowledged can tell its loss."""
+    disk = SimDisk()
+    short = Life(disk)
+    short.bench = short.bench_again()
+    short.promise()
+    short.submit(1, [3])
+    journal = short.bench.disk
+    acknowledged, identity = journal.durable_lsn, journal.journal_id
+    offset = journal._segments[-1].offsets[-1]
+    state = all_kept(disk)
+    inode = state.image.entries[FOLDER / "00000001.segment"]
+    content = bytearray(state.image.contents[inode])
+    content[offset + 80] ^= 1
+    state.image.contents[inode] = bytes(content)
+    again = Life(SimDisk(state.image))
+    again.bench = again.bench_again()
+    assert again.bench.disk.durable_lsn < acknowledged
+    with pytest.raises(FabricError, match="acknowledged work was lost"):
+        again.bench.owner.require_kept(identity, acknowledged)
+    journal.mark_durable()
+    state = all_kept(disk)
+    content = bytearray(state.image.contents[inode])
+    content[offset + 80] ^= 1
+    state.image.contents[inode] = bytes(content)
+    with pytest.raises(FabricError, match="were acknowledged and cannot be read"):
+        Life(SimDisk(state.image)).bench_again()
