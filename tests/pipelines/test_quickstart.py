@@ -99,7 +99,7 @@ def test_a_run_submits_and_exits_and_the_sensor_fetches_what_finished(
     job = defs.resolve_implicit_global_asset_job_def()
     small = {"config": {"entities": 6, "salt": "sensor", "topics": ["kinds"]}}
     config = {"ops": {"probes__submission": {"ops": {"tokenise_probes": small}}}}
-    (sensor,) = defs.sensors or []
+    sensor = next(item for item in defs.sensors or [] if item.name == "finished_submissions")
     with demo.instance() as instance:
         job.execute_in_process(
             instance=instance,
