@@ -160,7 +160,7 @@ def _held(instance: dg.DagsterInstance, item: Staleness) -> bool:
     )
     if not failed:
         return False
-    wait_s = FIRST_WAIT_S * 2 ** (len(failed) - 1)
+    wait_s: float = FIRST_WAIT_S * 2 ** (len(failed) - 1)
     failed_s: float = failed[0].update_timestamp.timestamp()
     return now_s() - failed_s < wait_s
 

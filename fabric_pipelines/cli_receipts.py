@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -160,6 +161,10 @@ def receipt_stale(
 def receipt_refresh(
     ctx: typer.Context,
     shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    anew: Annotated[
+        bool,
+        typer.Option("--anew", help="Build in full whatever moved: the remedy for damaged files."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Bring a shard up to date: lay over it what moved, or build it anew where a rule says so; with a receipt."""
@@ -168,7 +173,7 @@ def receipt_refresh(
 
     settings = settings_of(ctx)
     database = Database.of(settings)
-    done = shards.refresh(database, settings.shards_dir, shard)
+    done = shards.refresh(database, settings.shards_dir, shard, anew=anew)
     receipt = receipts.issue(database, settings.shards_dir, shard)
     answer = {
         "shard": shard,
@@ -199,6 +204,42 @@ def receipt_audit(
         not found.moved,
         f"{found.moved} rows moved; `fabric receipt refresh {shard}` brings it up to date",
     )
+
+
+@app.command("push")
+def receipt_push(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    to: Annotated[str, typer.Option(help="s3://bucket/prefix")],
+    as_json: Json = False,
+) -> None:
+    """Copy the current generation of a shard to an object store; files that are there already are not sent again."""
+    from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.objects import Objects
+    from fabric_pipelines.shards import remote
+
+    settings = settings_of(ctx)
+    done = remote.push(Database.of(settings), settings.shards_dir, shard, Objects(to))
+    answer = {"shard": shard, "generation": done.pointer.generation, "token": done.pointer.token}
+    emit(answer | {"files_sent": done.files, "bytes_sent": done.bytes}, as_json)
+
+
+@app.command("fetch")
+def receipt_fetch(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    source: Annotated[str, typer.Option("--from", help="s3://bucket/prefix")],
+    out: Annotated[Path, typer.Option(help="Folder to put it in.")],
+    as_json: Json = False,
+) -> None:
+    """Bring the newest copy of a shard into a folder, every file checked by its digest."""
+    from fabric_pipelines.dataplane.objects import Objects
+    from fabric_pipelines.shards import remote
+
+    settings_of(ctx)
+    found = remote.fetch(Objects(source), out, shard)
+    answer = {"shard": shard, "generation": found.number, "token": found.token}
+    emit(answer | {"folder": str(found.folder), "rows": found.manifest.rows}, as_json)
 
 
 @app.command("policy")

@@ -52,11 +52,12 @@ class Roster:
         if self._lost:
             self._lost = {found: until for found, until in self._lost.items() if until > now_s}
 
-    def known(self, engine: str, tenant: str) -> set[str]:
+    def known(self, engine: str, tenant: str, *, here_only: bool = False) -> set[str]:
         """Classes of this engine that are here or waited for, and serve that tenant."""
+        lost = () if here_only else self._lost
         return {
             kind
-            for kind, mine, whose in (*self._here.values(), *self._lost)
+            for kind, mine, whose in (*self._here.values(), *lost)
             if mine == engine and whose in (None, tenant)
         }
 

@@ -109,7 +109,7 @@ class Core:
         self.draining = False
         self._grace_s = now_s + limits.lease_s
         self._resuming = state.frames > 0  # sessions of an earlier life may still come back
-        self._roster = Roster(PATIENCE_LEASES * limits.lease_s)
+        self.roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self.room = Room(state)
         self._supply = Supply(state, limits.merge_waste, self.room)
         self._computed = ComputedQueue()
@@ -304,7 +304,7 @@ class Core:
             raise NotAttached(f"session {name!r} has asked for more since it sent this attach")
         session.call = max(session.call, before.call if before is not None else -1)
         self.sessions[name] = session
-        self._roster.came(name, session.kind, session.engine, session.tenant)
+        self.roster.came(name, session.kind, session.engine, session.tenant)
         tasks, known = self._sequences(np.array(held, np.int64))
         tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
@@ -513,7 +513,7 @@ class Core:
             tasks,
             verdicts,
             batch.column("finish_reason"),
-            others=lambda tenant: self._roster.known(engine, tenant) - {kind},
+            others=lambda tenant: self.roster.known(engine, tenant) - {kind},
             anybody=self._resuming,
         )
         return session.kind if passed else ""
@@ -548,7 +548,7 @@ class Core:
         """The session is over: its leases come back, its pulls are forgotten."""
         self.sessions.pop(name, None)
         self._supply.release(name)
-        self._roster.left(name)
+        self.roster.left(name)
         self._computed.release(name)
         held = self._held_by(name)
         return [_returned(name, "session detached", held)] if len(held) else []
@@ -559,7 +559,7 @@ class Core:
         for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
             del self.sessions[session.name]
             self._supply.release(session.name)
-            self._roster.lost(session.name, now_s)
+            self.roster.lost(session.name, now_s)
             held = self._held_by(session.name)
             if len(held):
                 reason = f"session {session.name} did not renew its lease"
@@ -570,9 +570,9 @@ class Core:
             reason = "not claimed within the lease time after a restart"
             facts.append(_returned("", reason, doubtful, expired=True))
         self._resuming = self._resuming and now_s < self._grace_s
-        self._roster.forget(now_s)
+        self.roster.forget(now_s)
         if self.state.refused and not self._resuming:
-            facts += given_up(self.state, self._roster.known)
+            facts += given_up(self.state, self.roster.known)
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:

@@ -38,6 +38,7 @@ from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
+from fabric_pipelines.broker.refusals import parked
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
     AttachReply,
@@ -303,12 +304,12 @@ class Owner:
     def status_of(self, tenant: str) -> BrokerStatus:
         """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""
         lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
-        kinds = list(self.core.state.classes)
         ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
         total = sum(ledgers, Ledger())
         return BrokerStatus(
             lanes=[
-                _lane_row(lane, ledger, kinds) for lane, ledger in zip(lanes, ledgers, strict=True)
+                _lane_row(self.core, lane, ledger)
+                for lane, ledger in zip(lanes, ledgers, strict=True)
             ],
             total=total,
             counters={},
@@ -325,10 +326,10 @@ class Owner:
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
-        total, kinds = state.total(), list(state.classes)
+        total = state.total()
         return BrokerStatus(
             lanes=[
-                _lane_row(lane, state.accounts.ledger(lane.index), kinds) for lane in state.lanes
+                _lane_row(core, lane, state.accounts.ledger(lane.index)) for lane in state.lanes
             ],
             total=total,
             counters={
@@ -684,11 +685,13 @@ def _progress(total: Ledger, rate: float) -> dict[str, Any]:
     }
 
 
-def _lane_row(lane: Lane, ledger: Ledger, kinds: list[str]) -> dict[str, Any]:
+def _lane_row(core: Core, lane: Lane, ledger: Ledger) -> dict[str, Any]:
+    kinds = list(core.state.classes)
     return {
         "lane": lane.name,
         "step": lane.step.name.lower(),
         "generation": lane.generation,
         "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
+        "parked": parked(core.state, lane, core.roster),
         **ledger.as_json(),
     }

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_pipelines.broker.accounts import READY, distinct
-from fabric_pipelines.broker.classes import is_open
+from fabric_pipelines.broker.classes import Roster, is_open
 from fabric_pipelines.broker.facts import GivenUp, Verdict
+from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.state import State
 
 Sequences = npt.NDArray[np.int64]
@@ -45,6 +46,18 @@ def pass_on(
         if anybody or is_open(key.refused_by, others(key.tenant), state.classes):
             verdicts[large[lanes == at]] = Verdict.TOO_LARGE
     return bool((verdicts == Verdict.TOO_LARGE).any())
+
+
+def parked(state: State, lane: Lane, roster: Roster) -> str:
+    """Why nobody who is here takes the ready tasks of a lane that some class refused; "" if somebody does."""
+    key, numbers = lane.key, state.classes
+    if not key.refused_by or not lane.ready:
+        return ""
+    if is_open(key.refused_by, roster.known(key.engine, key.tenant, here_only=True), numbers):
+        return ""
+    away = sorted(roster.known(key.engine, key.tenant))
+    awaited = [kind for kind in away if is_open(key.refused_by, (kind,), numbers)]
+    return f"too large for all that are here, waits for {', '.join(awaited) or 'another class'}"
 
 
 def given_up(state: State, known: Callable[[str, str], set[str]]) -> list[GivenUp]:

@@ -133,9 +133,10 @@ class RequeueReply:
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """lanes: list of {"lane", "step", "generation", "refused_by", **Ledger.as_json()}; `refused_by` names the classes
-    of consumers that found the lane's tasks too large. progress: tokens_total, tokens_done, tokens_per_s, eta_s (None
-    while nothing moves); a tenant is told its own tokens, and no rate."""
+    """lanes: list of {"lane", "step", "generation", "refused_by", "parked", **Ledger.as_json()}; `refused_by` names the
+    classes of consumers that found the lane's tasks too large, `parked` says why nobody who is here takes them.
+    progress: tokens_total, tokens_done, tokens_per_s, eta_s (None while nothing moves); a tenant is told its own
+    tokens, and no rate."""
 
     lanes: list[dict[str, Any]]
     total: Ledger

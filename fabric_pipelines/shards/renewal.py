@@ -67,10 +67,12 @@ def refresh(
     name: str,
     *,
     recipe: Mapping[str, Any] | None = None,
+    anew: bool = False,
     disk: Disk = DISK,
 ) -> Refreshed:
     """Publish the next generation of shard `name` from its own source, unless nothing moved. recipe: the
-    caller's part of a new recipe (default: the current one's). Raises UsageError for a shard that was
+    caller's part of a new recipe (default: the current one's). anew: a full build whatever moved, the remedy
+    for damaged files. Raises UsageError for a shard that was
     never built, and what build raises."""
     store = store_of(db)
     with holding(store, root, name, disk) as lease:
@@ -82,7 +84,8 @@ def refresh(
         source = source_of({**current.source, "hash_version": HASH_VERSION})
         whole = full_recipe(_given(current.recipe) if recipe is None else recipe, spec_of(current))
         store.watch(source)
-        return _Refresh(store, root, lease, row, current, source, whole, disk).run()
+        work = _Refresh(store, root, lease, row, current, source, whole, disk)
+        return work.full("it was asked for") if anew else work.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ class _Refresh:
         assert stale is not None
         why = self._why_full(stale)
         if why:
-            return self._full(why)
+            return self.full(why)
         try:
             generation = open_generation(self.store, self.root, self.lease.name)
             with Shard(generation) as parent:
@@ -188,7 +191,7 @@ class _Refresh:
                     return self._unmoved(generation, moved, stale)
                 return self._incremented(parent, change, moved)
         except CorruptionFound as fault:
-            return self._full(f"the generation before cannot be read: {fault}")
+            return self.full(f"the generation before cannot be read: {fault}")
 
     def _why_full(self, stale: Staleness) -> str:
         """What can be known before a row is read."""
@@ -233,16 +236,16 @@ class _Refresh:
     def _incremented(self, parent: Shard, change: Change, moved: Moved) -> Refreshed:
         fraction = change.rows / max(self.current.rows, 1)
         if fraction > MOVED_FRACTION_MAX:
-            return self._full(f"{fraction:.1%} of the rows moved")
+            return self.full(f"{fraction:.1%} of the rows moved")
         if len(change.come.ids) and change.come.vectors.shape[1] != self.current.dim:
-            return self._full("the vectors have another dimension")
+            return self.full("the vectors have another dimension")
         require_made_by(moved.state, self.recipe)
         before = self.current.increment
         recall = before.base_recall if before else f"{probed_recall(parent):.4f}"
         grown = grow(parent, change, recall)
         why = _why_unsound(parent, grown)
         if why:
-            return self._full(why)
+            return self.full(why)
         state = moved.state.with_content(change.content)
         manifest = grown.manifest(
             self.current,
@@ -273,7 +276,7 @@ class _Refresh:
             drop = float(manifest.increment.base_recall) - probed_recall(made)
         if drop > RECALL_DROP_MAX:
             self.disk.remove_folder(folder)
-            return self._full(f"recall@{K} of probed search fell by {drop:.3f}")
+            return self.full(f"recall@{K} of probed search fell by {drop:.3f}")
         self.store.publish_generation(
             self.lease,
             generation=manifest.generation,
@@ -284,7 +287,7 @@ class _Refresh:
             self.store.prune_changes()
         return Refreshed(generation, "increment", "", change.rows, _written(manifest, self.current))
 
-    def _full(self, why: str) -> Refreshed:
+    def full(self, why: str) -> Refreshed:
         generation = build_next(
             self.store,
             self.root,

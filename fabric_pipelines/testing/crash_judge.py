@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines.broker.accounts import COMPUTED, DEAD, RETIRED
+from fabric_pipelines.clock import Clock
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.errors import BalanceBroken, CheckFailed, CorruptionFound, NotFetched
 from fabric_pipelines.ids import sequence_of
@@ -46,6 +47,7 @@ from fabric_pipelines.testing.sim_disk import (
 )
 
 TORN_EACH = 400
+STILL = Clock(lambda: 0.0, lambda: 0)  # an open writes the time, and the chain covers it
 NAMED_BY_VERIFY = ("cannot be relied on", "the base of the log is lost")
 LOST, DOUBLED, UNBALANCED = "lost", "doubled", "unbalanced"
 
@@ -161,7 +163,7 @@ class Judge:
         object; where frames are said to lie is apart from that."""
         store = FolderStore(COLD, disk)
         with Journal.open(
-            FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True, store=store
+            FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True, store=store, clock=STILL
         ) as journal:
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
             places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]

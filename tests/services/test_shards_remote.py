@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from fabric_pipelines import shards
+from fabric_pipelines import settings, shards
+from fabric_pipelines.cli import app
+from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.objects import Objects
+from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import (
     CorruptionFound,
     FencingLost,
@@ -21,6 +26,7 @@ from fabric_pipelines.errors import (
 )
 from fabric_pipelines.shards import remote
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
+from tests.support_completions import pulled_batch
 from tests.support_s3 import environment_of, free_ports, make_bucket, seaweed
 
 BUCKET = "shards"
@@ -193,3 +199,28 @@ def test_what_is_no_store_is_said_in_one_sentence(
     _use(f"http://127.0.0.1:{free_ports(1)[0]}", monkeypatch)
     with pytest.raises(StoreUnreachable):
         Objects(f"s3://{BUCKET}/x").read("y")
+
+
+def test_the_commands_push_and_fetch(
+    database: Database, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(database)
+    writer.land(pulled_batch(ROWS, function="embed", dim=DIM))
+    writer.close()
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path))
+    monkeypatch.setenv("FABRIC_PG_URL", database.url)
+    root = settings.load().shards_dir
+    root.mkdir(parents=True)
+    shards.build(database, root, "verses", lists=4, seed=0, metric="cosine", recipe={})
+    url, out = f"s3://{objects.root}", str(tmp_path / "elsewhere")
+
+    def said(*words: str) -> dict[str, object]:
+        done = CliRunner().invoke(app, ["receipt", *words, "--json"])
+        assert done.exit_code == 0, done.stderr
+        answer: dict[str, object] = json.loads(done.stdout)
+        return answer
+
+    sent = said("push", "verses", "--to", url)
+    assert (sent["generation"], int(str(sent["files_sent"])) > 5) == (1, True)
+    assert said("push", "verses", "--to", url)["bytes_sent"] == 0
+    assert said("fetch", "verses", "--from", url, "--out", out)["rows"] == ROWS

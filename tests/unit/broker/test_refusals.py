@@ -17,7 +17,16 @@ from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.task import token_counts
-from tests.support_broker import EMBED, LARGE, PROFILE, Bench, ids_of, submission_of, tasks_of
+from tests.support_broker import (
+    EMBED,
+    ENGINE,
+    LARGE,
+    PROFILE,
+    Bench,
+    ids_of,
+    submission_of,
+    tasks_of,
+)
 from tests.support_broker_disk import DiskBench
 
 LEASE_S = 10.0
@@ -93,7 +102,11 @@ def test_a_class_that_was_lost_is_waited_for_and_takes_its_tasks_when_it_is_back
     refused = refuse(bench, "small")
     assert len(refused) == 6
     assert bench.counts() == {"ready": 6}
+    large = class_of(ENGINE, "fingerprint", LARGE)
+    [reason] = [lane["parked"] for lane in bench.owner.status().lanes if lane["parked"]]
+    assert reason == f"too large for all that are here, waits for {large}"
     bench.attach("large again", profile=LARGE)
+    assert not any(lane["parked"] for lane in bench.owner.status().lanes)
     assert sorted(take(bench, "large again")) == sorted(refused)
 
 

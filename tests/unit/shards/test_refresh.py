@@ -255,6 +255,17 @@ def test_a_damaged_block_is_not_inherited(built, rows, tmp_path):
     assert shards.scrub(built, tmp_path, "notes").ok
 
 
+def test_damage_without_a_move_is_healed_by_building_anew(built, tmp_path):
+    first = shards.open_generation(built, tmp_path, "notes")
+    entry = first.manifest.of_role("ids")[0]
+    content = bytearray((first.folder / entry.path).read_bytes())
+    content[-1] ^= 1
+    (first.folder / entry.path).write_bytes(content)
+    assert refreshed(built, tmp_path).how == "none"
+    assert why_full(built, tmp_path, anew=True) == "it was asked for"
+    assert shards.scrub(built, tmp_path, "notes").ok
+
+
 def test_moves_that_no_trigger_saw_are_found_by_bucket_sums(built, rows, tmp_path):
     built.pruned = 10_000
     del built.rows[BASE + 30]
