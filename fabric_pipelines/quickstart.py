@@ -29,6 +29,7 @@ from assets import lineage
 from assets.automation import RANGE_END, RANGE_START
 from assets.flow import WAIT_TAG
 from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
+from assets.upkeep import CURRENT_KEY
 from fabric_pipelines import models, receipts, screen, supervise
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
@@ -382,15 +383,18 @@ def _tokens_done(client: BrokerClient, prepared: Prepared) -> int:
 
 
 def _materialise(instance: dg.DagsterInstance) -> str:
-    """All assets and checks in one run; the id of it. A failed step raises its own error."""
+    """All assets of the workloads and their checks in one run; the id of it. A failed step raises its own error."""
     # the bars say it already
     quiet = CompletionResource(
         broker=BrokerResource(), database=DatabaseResource(), say_every_s=0.0
     )
-    job = build_defs({"completion": quiet}).resolve_implicit_global_asset_job_def()
+    defs = build_defs({"completion": quiet})
+    # what keeps shards up to date is partitioned by shard, not by book, and has nothing to do yet
+    wanted = sorted(defs.resolve_asset_graph().materializable_asset_keys - {CURRENT_KEY})
     try:
-        done = job.execute_in_process(
+        done = defs.resolve_implicit_global_asset_job_def().execute_in_process(
             instance=instance,
+            asset_selection=wanted,
             tags=RUN_TAGS,
             run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         )

@@ -103,7 +103,8 @@ def main() -> int:
     make_runtime_folder(settings.runtime_dir)
     valve = valve_of(settings)
     receiver = receiver_of(settings, valve)
-    account, watch = Account(settings, receiver, valve), Watch(database_of(settings), valve)
+    account = Account(settings, receiver, valve, _say)
+    watch = Watch(database_of(settings), valve)
     with ExitStack() as stack:
         stack.callback(account.close)
         stack.callback(watch.close)

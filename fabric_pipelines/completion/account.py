@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fabric_pipelines.completion.receive import Receiver
 from fabric_pipelines.dataplane.valve import Valve
@@ -21,24 +23,43 @@ from fabric_pipelines.settings import Settings
 from fabric_pipelines.telemetry import exposition
 
 EVERY_S = 1.0
-STALE_S = 10.0
+STALE_S = 120.0
+"""A landing that waits for somebody's lock keeps the loop from writing for half a minute."""
 
 
 class Account:
     """Written by the completion process alone."""
 
-    def __init__(self, settings: Settings, receiver: Receiver, valve: Valve) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        receiver: Receiver,
+        valve: Valve,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._path = path_of(settings)
         self._receiver = receiver
         self._valve = valve
+        self._say = say
         self._written_s = float("-inf")
+        self._failed = False
 
     def keep(self) -> None:
-        """Write if it is due."""
+        """Write if it is due. A disk that takes no account, said once, is no reason to land nothing."""
         now_s = time.monotonic()
         if now_s - self._written_s < EVERY_S:
             return
         self._written_s = now_s
+        try:
+            self._write()
+        except OSError as fault:
+            if not self._failed:
+                self._say(f"{self._path} cannot be written ({fault.strerror}); landing goes on")
+            self._failed = True
+        else:
+            self._failed = False
+
+    def _write(self) -> None:
         facts = {
             "pid": os.getpid(),
             "held": self._receiver.holds,
@@ -66,7 +87,7 @@ def read(settings: Settings) -> dict[str, Any] | None:
         facts: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if age_s > STALE_S:
+    if age_s > STALE_S or not psutil.pid_exists(facts["pid"]):
         return None
     return {**facts, "age_s": max(age_s, 0.0)}
 

@@ -40,9 +40,9 @@ class Limits:
     rate_most: float = 1e9
     step: float = 5e6  # a tick
     backoff: float = 0.7
-    rows_start: int = 1_000
+    rows_start: int = 2_000
     rows_most: int = 5_000
-    rows_least: int = 500
+    rows_least: int = 1_000
     writers_most: int = 2
     calm_ticks: int = 20  # without pressure before transactions grow again
     bounds: Bounds = field(default_factory=Bounds)

@@ -23,7 +23,7 @@ from fabric_pipelines.dataplane.sql import query
 from fabric_pipelines.dataplane.valve import Valve
 from fabric_pipelines.errors import FabricError
 
-PROBE_S = 0.05
+PROBE_S = 0.1
 FIRST_PROBES = 24
 FIRST_PROBE_S = 0.02
 """Apart from each other, or they all hit the same moment of the disk."""

@@ -27,6 +27,10 @@ ASSETS = """{ assetNodes {
 } }"""
 
 
+# Has something to do only once a shard's rows have moved.
+UPKEEP = {"indexes/current", "indexes/source"}
+
+
 @pytest.fixture(scope="module")
 def nodes(ask: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {"/".join(node["assetKey"]["path"]): node for node in ask(ASSETS)["assetNodes"]}
@@ -36,6 +40,8 @@ def test_every_asset_is_materialised_in_all_its_partitions(nodes: dict[str, Any]
     wanted = build_defs().resolve_asset_graph().get_all_asset_keys()
     assert set(nodes) == {"/".join(key.path) for key in wanted}
     for name, node in nodes.items():
+        if name in UPKEEP:
+            continue
         assert node["assetMaterializations"], name
         stats = node["partitionStats"]
         if stats is not None:
@@ -74,7 +80,7 @@ def test_the_run_succeeded_and_the_sensor_is_on(ask: Callable[[str], dict[str, A
     (repository,) = location["locationOrLoadError"]["repositories"]
     assert {
         sensor["name"]: sensor["sensorState"]["status"] for sensor in repository["sensors"]
-    } == {"finished_submissions": "RUNNING"}
+    } == {"finished_submissions": "RUNNING", "moved_shards": "RUNNING"}
 
 
 def test_the_lineage_is_drawn_and_green(look: Look) -> None:
@@ -84,9 +90,10 @@ def test_the_lineage_is_drawn_and_green(look: Look) -> None:
     graph = build_defs().resolve_asset_graph()
     cut = [key for key in graph.get_all_asset_keys() if graph.get(key).is_partitioned]
     assert page.count("Materialized") == len(graph.get_all_asset_keys()) - len(cut)
-    assert page.count("100% filled") == len(cut)
-    for bad in ("Never materialized", "Failed", "Overdue", "Unsynced"):
+    assert page.count("100% filled") == len(cut) - len(UPKEEP)
+    for bad in ("Failed", "Overdue", "Unsynced"):
         assert bad not in page
+    assert page.count("Never materialized") <= 1  # indexes/current, until something moves
 
 
 def test_the_page_of_an_asset_shows_its_figure_in_place(look: Look) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from assets.automation import RESULTS_TAG
 from assets.lineage import latest, results_key, submission_key
+from assets.upkeep import CURRENT_KEY, SOURCE_KEY
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
@@ -69,7 +70,8 @@ def test_running_it_again_submits_nothing_and_builds_nothing(demo: Demo) -> None
 def test_all_assets_are_materialised_on_the_persistent_instance(demo: Demo) -> None:
     graph = build_defs().resolve_asset_graph()
     with demo.instance() as instance:
-        for key in graph.get_all_asset_keys():
+        # what keeps shards up to date has something to do only once rows have moved
+        for key in set(graph.get_all_asset_keys()) - {CURRENT_KEY, SOURCE_KEY}:
             partition = BOOKS[0] if graph.get(key).is_partitioned else ""
             assert latest(instance, key, partition), key
         run = instance.get_run_by_id(demo.reports[1]["run_id"])
@@ -99,7 +101,7 @@ def test_a_run_submits_and_exits_and_the_sensor_fetches_what_finished(
     job = defs.resolve_implicit_global_asset_job_def()
     small = {"config": {"entities": 6, "salt": "sensor", "topics": ["kinds"]}}
     config = {"ops": {"probes__submission": {"ops": {"tokenise_probes": small}}}}
-    (sensor,) = defs.sensors or []
+    sensor = next(item for item in defs.sensors or [] if item.name == "finished_submissions")
     with demo.instance() as instance:
         job.execute_in_process(
             instance=instance,

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.broker.client import BrokerClient, SubmissionState
+from fabric_pipelines.completion import account
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place
@@ -23,6 +24,7 @@ from fabric_pipelines.records.completion import completion_batch
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
+from fabric_pipelines.settings import load
 from tests.support import eventually
 
 ENGINE = "smollm2-135m-instruct@ctranslate2-int8"
@@ -165,9 +167,20 @@ def test_computed_tasks_land_retire_and_the_process_ends_cleanly_on_sigterm(
     submission = machine.submit()
     assert machine.compute() == TASKS
     _require_every_task_once(machine, database, submission)
+    settings = load({}, machine.environment)
+    kept = eventually(
+        lambda: (seen := account.read(settings)) and seen["counters"]["dead"] and seen,
+        within_s=60,
+        what="completion's own account",
+    )
+    assert kept["pid"] == completion.pid
+    classes = kept["governor"]["classes"]
+    assert (classes["bulk"]["rows"], classes["regular"]["rows"]) == (TASKS * 9 // 10, TASKS // 10)
+    assert kept["governor"]["signals"]["wal_since_redo"] is not None
     completion.send_signal(signal.SIGTERM)
     _, err = completion.communicate(timeout=90)
     assert completion.returncode == 0, err
+    assert account.read(settings) is None, "no process, no account"
     letters = results.dead_letters(database)
     assert set(letters.column("reason").to_pylist()) == {"colour is unknown"}
 

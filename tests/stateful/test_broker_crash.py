@@ -64,6 +64,7 @@ def groups_that_piled_up(disk: SimDisk) -> int:
     return most
 
 
+@pytest.mark.timeout(1800)  # minutes of CPU: each distinct log is verified and lived on
 def test_ten_thousand_crash_states_keep_every_promise(life: Life) -> None:
     judge = Judge(life)
     judge.judge_all(states_of(life.disk, seed=7, subsets=24, torn=30))

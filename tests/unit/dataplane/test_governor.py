@@ -87,18 +87,18 @@ def test_the_first_lever_is_the_transactions_size_the_second_the_writers_the_thi
     machine: Machine,
 ) -> None:
     governor = machine.governor
-    governor.rows, governor.writers, rate = 4_000, 2, governor.rate
+    governor.rows, governor.writers, rate = 5_000, 2, governor.rate
     seen = []
     for _ in range(6):
         machine.tick(BLOCKED, working=False)
         seen.append((governor.rows, governor.writers, round(governor.rate / rate, 2)))
     assert seen == [
-        (2_000, 2, 1.0),
+        (2_500, 2, 1.0),
+        (1_250, 2, 1.0),
         (1_000, 2, 1.0),
-        (500, 2, 1.0),
-        (500, 1, 1.0),
-        (500, 1, 0.7),
-        (500, 1, 0.49),
+        (1_000, 1, 1.0),
+        (1_000, 1, 0.7),
+        (1_000, 1, 0.49),
     ]
 
 
@@ -143,7 +143,7 @@ def test_transactions_grow_again_after_a_calm_while_and_then_a_second_writer_com
     for _ in range(4 * governor.limits.calm_ticks):
         machine.tick(CALM, working=False)
     assert (governor.rows, governor.writers) == (5_000, 2)
-    assert [governor.moves[name] for name in ("larger", "more_writers")] == [3, 1]
+    assert [governor.moves[name] for name in ("larger", "more_writers")] == [2, 1]
 
 
 def test_what_was_measured_before_a_move_presses_no_second_time(machine: Machine) -> None:
