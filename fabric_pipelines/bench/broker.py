@@ -43,6 +43,7 @@ class Options:
     tasks: int = 10_000
     batch: int = 1000  # tasks of one enqueue
     lease: int = 256  # tasks of one lease, report and retirement
+    tokens: int = TASK_TOKENS  # of one task
     rounds: int = 5
     systems: tuple[str, ...] = ()  # () = all
 
@@ -184,7 +185,14 @@ def _rounds(
     series = {(server.name, synced): Series(synced) for server, synced in modes}
     for number in range(options.rounds + 1):
         for at, (server, synced) in enumerate(modes):
-            work = Work(1000 * number + at, options.tasks, options.batch, options.lease, synced)
+            work = Work(
+                1000 * number + at,
+                options.tasks,
+                options.batch,
+                options.lease,
+                synced,
+                options.tokens,
+            )
             before = _cpu_seconds(server.pids)
             seconds = clients[server.name].run(work)
             if number:
@@ -237,7 +245,7 @@ def _count_syncs(server: Server, client: ClientProcess, options: Options, say: S
         if "attached" not in line:
             trace.communicate()
             return None
-        client.run(Work(999_000, options.tasks, options.batch, options.lease))
+        client.run(Work(999_000, options.tasks, options.batch, options.lease, width=options.tokens))
         trace.terminate()
         trace.communicate()
         rows = (row.split() for row in summary.read().splitlines())
@@ -287,7 +295,7 @@ def _report(
         "tasks": tasks,
         "batch": options.batch,
         "lease": options.lease,
-        "task_bytes": TASK_TOKENS * 4,
+        "task_bytes": options.tokens * 4,
         "rounds": options.rounds,
         "systems": systems,
         "leases_synced": synced,

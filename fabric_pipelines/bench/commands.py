@@ -48,6 +48,7 @@ def bench_broker(
     lease: Annotated[
         int, typer.Option(min=1, help="Tasks of one lease, report and retirement.")
     ] = 256,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of one task, 4 bytes each.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 5,
     system: Annotated[
         list[str] | None, typer.Option(help="Only these systems; may be given more than once.")
@@ -59,7 +60,7 @@ def bench_broker(
     from fabric_pipelines.bench.broker import Options, measure, table
 
     CTRL_C.begin()
-    options = Options(tasks, batch, lease, rounds, tuple(system or ()))
+    options = Options(tasks, batch, lease, tokens, rounds, tuple(system or ()))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import fabric_pipelines
 from fabric_pipelines.bench.peers.peer import (
     OUTCOME_TOKENS,
-    TASK_TOKENS,
     VOCAB_SIZE,
     Durable,
     Held,
@@ -137,8 +136,8 @@ connect = FabricClient
 
 
 def _task_batch(tokens: Tokens) -> pa.RecordBatch:
-    count = len(tokens)
-    offsets = np.arange(count + 1, dtype=np.int32) * TASK_TOKENS
+    count, width = tokens.shape
+    offsets = np.arange(count + 1, dtype=np.int32) * width
     return pa.RecordBatch.from_arrays(
         [
             pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens.reshape(-1))),
@@ -151,7 +150,7 @@ def _task_batch(tokens: Tokens) -> pa.RecordBatch:
 
 
 def _rows(lease: Lease) -> list[int]:
-    tokens = lease.tasks.column("tokens").flatten().to_numpy().reshape(-1, TASK_TOKENS)
+    tokens = lease.tasks.column("tokens").flatten().to_numpy().reshape(lease.tasks.num_rows, -1)
     rows: list[int] = (tokens[:, 0] + tokens[:, 1].astype(np.int64) * VOCAB_SIZE).tolist()
     return rows
 
@@ -159,7 +158,8 @@ def _rows(lease: Lease) -> list[int]:
 def _outcomes(tasks: pa.RecordBatch) -> pa.RecordBatch:
     count = tasks.num_rows
     offsets = np.arange(count + 1, dtype=np.int32) * OUTCOME_TOKENS
-    given = tasks.column("tokens").flatten().to_numpy().reshape(count, -1)[:, :OUTCOME_TOKENS]
+    prompts = tasks.column("tokens").flatten().to_numpy().reshape(count, -1)
+    given, width = prompts[:, :OUTCOME_TOKENS], prompts.shape[1]
     output = pa.ListArray.from_arrays(pa.array(offsets), pa.array(given.reshape(-1)))
     words = pa.array(["ok", "length", ENGINE, FINGERPRINT], pa.string())
     ok, length, engine, fingerprint = (
@@ -172,7 +172,7 @@ def _outcomes(tasks: pa.RecordBatch) -> pa.RecordBatch:
             "status": ok,
             "finish_reason": length,
             "output": output,
-            "prompt_tokens": pa.array(np.full(count, TASK_TOKENS, np.uint32)),
+            "prompt_tokens": pa.array(np.full(count, width, np.uint32)),
             "padded_tokens": pa.array(np.zeros(count, np.uint32)),
             "attempts": tasks.column("attempts"),
             "engine": engine,

@@ -43,12 +43,13 @@ class Work:
     batch: int = 1000
     lease: int = 256
     synced_leases: bool = False
+    width: int = TASK_TOKENS
 
     @property
     def tokens(self) -> Tokens:
-        """uint32 [tasks, TASK_TOKENS]; the first two of a row are its number, so that a payload can be told."""
+        """uint32 [tasks, width]; the first two of a row are its number, so that a payload can be told."""
         draw = np.random.default_rng(self.number)
-        tokens = draw.integers(0, VOCAB_SIZE, (self.tasks, TASK_TOKENS), dtype=np.uint32)
+        tokens = draw.integers(0, VOCAB_SIZE, (self.tasks, self.width), dtype=np.uint32)
         rows = np.arange(self.tasks, dtype=np.uint32)
         tokens[:, 0], tokens[:, 1] = rows % VOCAB_SIZE, rows // VOCAB_SIZE
         return tokens
