@@ -15,7 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fabric_pipelines.broker.envelope import Part
-from fabric_pipelines.broker.facts import Computed, Enqueued, Moved, MovedComputed, decode
+from fabric_pipelines.broker.facts import (
+    Computed,
+    Enqueued,
+    Moved,
+    MovedComputed,
+    Verdict,
+    decode,
+)
 from fabric_pipelines.broker.gather import TaskMemory, gathered
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.broker.supply import Grant
@@ -128,8 +135,11 @@ class Payloads:
             self._cached_bytes -= size
 
     def _with_counted_attempts(self, rows: pa.RecordBatch, tasks: Sequences) -> pa.RecordBatch:
-        """`attempts` as the broker counted them: it alone sees all of them."""
-        counted = self._state.index.attempts[tasks]
+        """`attempts` as the broker counted them: it alone sees all of them. The index counts a reported failure
+        when the task is ready again, so that of one that never is again comes on top."""
+        index = self._state.index
+        last = (index.verdict[tasks] == Verdict.FAILED) & (index.done[tasks] >= 0)
+        counted = (index.attempts[tasks] + last).astype(np.uint8)
         at = rows.schema.get_field_index("attempts")
         return rows.set_column(at, rows.schema.field(at), pa.array(counted))
 

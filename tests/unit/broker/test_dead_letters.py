@@ -86,7 +86,7 @@ def test_a_requeued_task_has_all_its_attempts_again_and_can_die_again(bench: Ben
     pulled = bench.owner.pull("c", 10)
     assert pulled is not None
     (row,) = pulled.to_pylist()
-    assert (row["task_id"], row["attempts"], row["requeues"]) == (dead[0], 1, 1)
+    assert (row["task_id"], row["attempts"], row["requeues"]) == (dead[0], 2, 1)
     assert bench.bury(dead) == 0, "the word of a sink that saw the first death only"
     counts = np.array([1], np.uint8)
     assert bench.owner.settle(np.array(dead), BURIED, dead=True, requeues=counts) == 1

@@ -399,6 +399,7 @@ def test_a_failed_task_is_tried_again_until_attempts_run_out(bench: Bench) -> No
         "said so",
         "0" * 64,
     )
+    assert row["attempts"] == 3
 
 
 def test_a_failure_that_is_reported_again_is_counted_once_though_the_task_is_leased_again() -> None:
