@@ -10,6 +10,7 @@ a socket file that a dead broker left behind is removed, one that somebody answe
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ from fabric_pipelines.journal import Journal, OsFileOps
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
 EXIT_FATAL = 70
+DESCRIPTORS = 16_384
 STOP_WAIT_S = 2.0
 
 
@@ -79,6 +81,7 @@ def serve(settings: Settings) -> int:
     doors = _doors(settings)
     endpoint = doors[0][0]
     stop = threading.Event()
+    _widen_descriptors()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     folder, segment_bytes = settings.journal_dir, settings.segment_bytes
@@ -135,6 +138,14 @@ def _say(fault: FabricError | Fatal) -> None:
     cause = fault.__cause__ if isinstance(fault, Fatal) else fault
     line = as_line(cause) if isinstance(cause, FabricError) else f"FabricError: {fault}"
     print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _widen_descriptors() -> None:
+    """A descriptor for each connection, beside those of the journal: the usual soft limit of 1,024 is too near."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _end(sentence: str) -> None:

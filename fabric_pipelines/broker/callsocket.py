@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from fabric_pipelines.broker.envelope import Part, pack, unpack
-from fabric_pipelines.errors import BrokerUnavailable, FabricError, SchemaError, SettingsError
+from fabric_pipelines.errors import (
+    Backpressure,
+    BrokerUnavailable,
+    FabricError,
+    SchemaError,
+    SettingsError,
+)
 
 SUFFIX = ".call"
 MAGIC = b"FPC1"
@@ -31,6 +37,8 @@ FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
 _HEADER = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go
 _STOP_S = 2.0
+_RETRY_S = 0.1
+CONNECTIONS_MAX = 512  # a thread each
 
 Head = dict[str, Any]
 Answer = Callable[[str, Head, list[memoryview]], tuple[Head, Sequence[Part]]]
@@ -49,8 +57,15 @@ def path_beside(socket_path: Path) -> Path:
 class CallServer:
     """A thread for each connection; `answer` is called in it and must not raise FabricError."""
 
-    def __init__(self, path: Path, answer: Answer, refuse: Callable[[FabricError], Head]) -> None:
-        self._answer, self._refuse = answer, refuse
+    def __init__(
+        self,
+        path: Path,
+        answer: Answer,
+        refuse: Callable[[FabricError], Head],
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        self._answer, self._refuse, self._most = answer, refuse, connections_max
         self._path = path
         path.unlink(missing_ok=True)  # the caller holds the journal's lock: nobody lives there
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -60,12 +75,14 @@ class CallServer:
         self._open: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closing = False
+        self._ending = threading.Event()
         threading.Thread(target=self._accept, name="broker-calls", daemon=True).start()
 
     def close(self) -> None:
         """Take no new requests; those under way are answered, for a while."""
         with self._lock:
             self._closing = True
+            self._ending.set()
             threads = list(self._open.values())
             for connection in self._open:
                 with contextlib.suppress(OSError):
@@ -82,9 +99,12 @@ class CallServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closing:
+                if self._ending.wait(_RETRY_S):
                     return
-                continue  # out of descriptors, or the caller is gone already: its own misfortune
+                continue  # out of descriptors: a caller that leaves gives one back
+            if len(self._open) >= self._most:
+                self._turn_away(connection)
+                continue
             thread = threading.Thread(
                 target=self._converse, args=(connection,), name="broker-call", daemon=True
             )
@@ -92,8 +112,20 @@ class CallServer:
                 if self._closing:
                     connection.close()
                     return
+                try:
+                    thread.start()  # before `close` can see it: what never ran cannot be waited for
+                except RuntimeError:  # no thread to be had
+                    self._turn_away(connection)
+                    continue
                 self._open[connection] = thread
-                thread.start()  # before `close` can see it: a thread that never ran cannot be waited for
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        full = Backpressure(
+            f"the broker serves {len(self._open)} connections and takes no more now"
+        )
+        with contextlib.suppress(OSError):
+            send(connection, self._refuse(full), ())
+        connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
         try:
@@ -151,8 +183,7 @@ class CallConnection:
         if timeout_s != self._timeout_s:
             self._limit(timeout_s)
         try:
-            self._send({**head, "do": name}, parts)
-            body = receive(self._socket)
+            body = self._ask({**head, "do": name}, parts)
         except BlockingIOError as fault:
             raise BrokerUnavailable(
                 f"the broker at {self._endpoint} does not answer in time: see `fabric status` and its log"
@@ -167,15 +198,28 @@ class CallConnection:
             )
         return unpack(body)
 
-    def _send(self, head: Head, parts: Sequence[Part]) -> None:
-        """A request that cannot even be sent was not seen by anybody whole, so it may be sent again."""
+    def _ask(self, head: Head, parts: Sequence[Part]) -> memoryview | None:
+        """The answer's envelope. A request that cannot even be sent was not seen by anybody whole, so it may be sent
+        again, unless the broker said why it would not have it."""
+        for last in (False, True):
+            try:
+                send(self._socket, head, parts)
+            except (BrokenPipeError, ConnectionResetError):
+                said = self._last_words()
+                if said is not None or last:
+                    return said
+                self._socket.close()
+                self._socket = self._connect()
+                self._limit(self._timeout_s)
+            else:
+                break
+        return receive(self._socket)
+
+    def _last_words(self) -> memoryview | None:
         try:
-            send(self._socket, head, parts)
-        except (BrokenPipeError, ConnectionResetError):
-            self._socket.close()
-            self._socket = self._connect()
-            self._limit(self._timeout_s)
-            send(self._socket, head, parts)
+            return receive(self._socket)
+        except OSError:
+            return None
 
     def _limit(self, timeout_s: float) -> None:
         """By the kernel's own timers, which cost a call nothing; Python's would poll before each step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
@@ -193,3 +194,55 @@ def test_a_server_that_ends_while_callers_come_in_waits_for_no_thread_that_never
         assert begun.wait(30)
         server.close()
     assert not path.exists()
+
+
+def test_callers_beyond_the_bound_are_told_so_and_served_when_one_leaves(
+    path: Path, echo: Echo
+) -> None:
+    server = CallServer(path, echo, error_head, connections_max=2)
+    inside = [CallConnection(path, "here") for _ in range(2)]
+    for connection in inside:
+        connection.call("in", {}, (), 10.0)
+    late = CallConnection(path, "here")
+    head, _ = late.call("late", {}, (), 10.0)
+    assert (head["error"], head["retry_after_s"]) == ("Backpressure", 1.0)
+    late.close()
+    inside.pop().close()
+    while True:  # until the server has seen it leave
+        late = CallConnection(path, "here")
+        head, _ = late.call("late", {}, (), 10.0)
+        late.close()
+        if "error" not in head:
+            break
+    assert head == {"name": "late"}
+    inside.pop().close()
+    server.close()
+
+
+def test_a_server_out_of_descriptors_waits_for_one_and_does_not_spin(
+    path: Path, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = CallServer(path, echo, error_head)
+    asked = []
+    real = server._listener
+
+    class Exhausted:
+        def accept(self) -> tuple[socket.socket, Any]:
+            asked.append(None)
+            if len(asked) <= 3:
+                raise OSError(errno.EMFILE, "too many open files")
+            return real.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    waits: list[float] = []
+    monkeypatch.setattr(server, "_listener", Exhausted())
+    wait = server._ending.wait
+    monkeypatch.setattr(server._ending, "wait", lambda s: waits.append(s) or wait(0))
+    for _ in range(2):  # the first is taken by the accept that was waiting already
+        connection = CallConnection(path, "here")
+        assert connection.call("on", {}, (), 10.0)[0] == {"name": "on"}
+        connection.close()
+    assert len(waits) == 3
+    server.close()
