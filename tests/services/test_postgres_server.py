@@ -150,7 +150,7 @@ def _kill_when_landing(database: Database, pid: int) -> None:
     with closing(psycopg.connect(database.url, autocommit=True)) as connection:
         eventually(
             lambda: connection.execute(
-                "select from pg_stat_activity where wait_event_type = 'Lock'"
+                "select 1 from pg_stat_activity where wait_event_type = 'Lock'"
             ).fetchone(),
             within_s=60,
             what="a landing that waits for the table",
