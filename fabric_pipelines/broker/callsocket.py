@@ -36,6 +36,7 @@ MAGIC = b"FPC1"
 FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
 _HEADER = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go
+_TRUSTED_BYTES = 1 << 20
 _STOP_S = 2.0
 _RETRY_S = 0.1
 CONNECTIONS_MAX = 512  # a thread each
@@ -156,15 +157,21 @@ class CallConnection:
     """A caller's end, for one thread. A broker that restarted since the last call is found again; after any failure
     that is raised, a new connection has to be made."""
 
-    def __init__(self, path: Path, endpoint: str) -> None:
+    def __init__(self, path: Path, endpoint: str, timeout_s: float = 10.0) -> None:
         self._path, self._endpoint = path, endpoint
-        self._timeout_s = 0.0
+        self._timeout_s = timeout_s
         self._socket = self._connect()
 
     def _connect(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _limit(made, self._timeout_s)
         try:
             made.connect(str(self._path))
+        except BlockingIOError as fault:
+            made.close()
+            raise BrokerUnavailable(
+                f"the broker at {self._endpoint} does not answer in time: see `fabric status` and its log"
+            ) from fault
         except OSError as fault:
             made.close()
             raise BrokerUnavailable(
@@ -181,7 +188,8 @@ class CallConnection:
     ) -> tuple[Head, list[memoryview]]:
         """BrokerUnavailable if no whole answer comes in time; what was asked may have been done then."""
         if timeout_s != self._timeout_s:
-            self._limit(timeout_s)
+            _limit(self._socket, timeout_s)
+            self._timeout_s = timeout_s
         try:
             body = self._ask({**head, "do": name}, parts)
         except BlockingIOError as fault:
@@ -210,7 +218,6 @@ class CallConnection:
                     return said
                 self._socket.close()
                 self._socket = self._connect()
-                self._limit(self._timeout_s)
             else:
                 break
         return receive(self._socket)
@@ -221,13 +228,13 @@ class CallConnection:
         except OSError:
             return None
 
-    def _limit(self, timeout_s: float) -> None:
-        """By the kernel's own timers, which cost a call nothing; Python's would poll before each step."""
-        whole, part = divmod(timeout_s, 1)
-        value = struct.pack("ll", int(whole), max(int(part * 1e6), 0 if whole else 1))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
-        self._timeout_s = timeout_s
+
+def _limit(connection: socket.socket, timeout_s: float) -> None:
+    """By the kernel's own timers, which cost a call nothing; Python's would poll before each step."""
+    whole, part = divmod(timeout_s, 1)
+    value = struct.pack("ll", int(whole), max(int(part * 1e6), 0 if whole else 1))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def send(connection: socket.socket, head: Mapping[str, Any], parts: Sequence[Part]) -> None:
@@ -265,15 +272,19 @@ def receive(connection: socket.socket) -> memoryview | None:
 
 
 def _read(connection: socket.socket, size: int) -> memoryview | None:
-    """Exactly so many bytes, or None if the connection ended."""
-    buffer = memoryview(bytearray(size))
+    """Exactly so many bytes, or None if the connection ended. Memory grows with what arrives: a size alone is a word
+    that costs its sender nothing."""
+    room = bytearray(min(size, _TRUSTED_BYTES))
     at = 0
     while at < size:
-        count = connection.recv_into(buffer[at:], size - at, socket.MSG_WAITALL)
+        if at == len(room):
+            room.extend(bytes(min(size - at, len(room))))
+        with memoryview(room) as view:
+            count = connection.recv_into(view[at:], len(room) - at, socket.MSG_WAITALL)
         if not count:
             return None
         at += count
-    return buffer
+    return memoryview(room)
 
 
 def _let_go(connection: socket.socket) -> None:

@@ -423,7 +423,7 @@ class BrokerClient:
         assert self._call_path is not None
         self._require_same_process()
         if self._calls is None:
-            self._calls = CallConnection(self._call_path, self.endpoint)
+            self._calls = CallConnection(self._call_path, self.endpoint, timeout_s)
         try:
             return self._calls.call(name, head, parts, timeout_s)
         except (

@@ -41,6 +41,7 @@ Sequences = npt.NDArray[np.int64]
 T = TypeVar("T")
 Background = Callable[[Callable[[], Any]], "Future[Any]"]
 FETCH_BYTES = 64 << 20
+WITNESSES = 8  # cold segments asked for before another goes
 PATIENCE_S = (1.0, 60.0)
 LOST_AGAIN_S = 30.0
 SOON_S = 0.1
@@ -235,7 +236,12 @@ class Tiering:
         segment = self.journal.sealed_segment(holding.epoch)
         assert segment is not None, "holdings are segments"
         self._uploading = segment
-        self._start(self._out, lambda: self.journal.cold.copy_out(segment))
+        cold = sorted((h.epoch for h in self.journal.holdings if h.cold), reverse=True)
+        self._start(self._out, lambda: self._copy_out(segment, cold[:WITNESSES]))
+
+    def _copy_out(self, segment: Segment, witnesses: list[int]) -> Stub:
+        self.journal.cold.require_there(witnesses)
+        return self.journal.cold.copy_out(segment)
 
     def _next_to_go(self) -> Holding | None:
         """The sealed segment that is needed last. None of those that a restart reads, nor with outcomes that wait to

@@ -214,6 +214,16 @@ class ColdTier:
         self._ops.unlink(self._folder / stub.file_name)
         del self.stubs[stub.epoch]
 
+    def require_there(self, epochs: Sequence[int]) -> None:
+        """StoreUnreachable unless the store holds one of these segments, which are cold: a folder that is not mounted
+        is an empty place that takes everything, and what goes there is missed when the right one is back."""
+        store = self._require_store()
+        if epochs and all(store.size(self.object_name(epoch)) is None for epoch in epochs):
+            raise StoreUnreachable(
+                f"the cold tier {store.where} holds none of the segments that went there, {self.object_name(epochs[0])} "
+                "for one: mount it, or set FABRIC_BROKER_COLD to where they are; nothing goes there until then"
+            )
+
     def _require_going(self) -> None:
         if self.stopping:
             raise StoreUnreachable("the broker is stopping")

@@ -203,6 +203,8 @@ def _summary(ops: FileOps, candidate: Candidate, identity: Identity, salt: int) 
         candidate.start.last_lsn + 1,
     ):
         return None
+    if index.end > candidate.size:
+        return None  # the file was cut short: its frames say which are gone
     offset = index.end - CONTROL_FRAME_BYTES
     window = Window(ops, candidate.fd, candidate.size, step=CONTROL_FRAME_BYTES)
     seal = frame_at(window, offset, epoch=candidate.epoch, salt=salt)

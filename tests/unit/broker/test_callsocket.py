@@ -6,6 +6,7 @@ import errno
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,37 @@ def test_a_server_out_of_descriptors_waits_for_one_and_does_not_spin(
         connection.close()
     assert len(waits) == 3
     server.close()
+
+
+def test_a_declared_size_that_is_not_sent_takes_no_memory(path: Path, server: CallServer) -> None:
+    tracemalloc.start()
+    callers = []
+    for _ in range(8):
+        caller = socket.socket(socket.AF_UNIX)
+        caller.connect(str(path))
+        caller.sendall(struct.pack("<4sI", b"FPC1", 200 << 20) + b"x" * 100)
+        callers.append(caller)
+    connection = CallConnection(path, "here")
+    connection.call("after", {}, (), 10.0)  # the server has run since
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for each in (*callers, connection):
+        each.close()
+    assert peak < 64 << 20
+
+
+def test_a_broker_that_accepts_nobody_is_said_after_the_callers_own_patience(path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(0)
+    inside: list[CallConnection] = []
+
+    def crowd() -> None:
+        while len(inside) < 8:
+            inside.append(CallConnection(path, "here", timeout_s=0.05))
+
+    with pytest.raises(BrokerUnavailable, match="does not answer in time"):
+        crowd()
+    for each in inside:
+        each.close()
+    listener.close()

@@ -280,6 +280,24 @@ def test_a_lost_object_is_named_with_its_tasks_and_only_its_lane_waits_until_it_
     assert bench.tiering.lost == {}
 
 
+def test_nothing_goes_to_a_place_that_does_not_hold_what_went_before(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    """A folder that is not mounted takes everything, and would be missed when the right one is back."""
+    first = submit(bench, 1)
+    freeze(bench)
+    right, store.objects = store.objects, {}
+    assert right
+    second = submit(bench, 2)
+    freeze(bench)
+    assert store.objects == {}
+    assert "mount it" in bench.owner.status().journal["cold_fault"]
+    store.objects = right
+    bench.settle(120)
+    assert sorted(run_all(bench)) == sorted(first + second)
+    assert bench.tiering.lost == {}
+
+
 def test_a_store_that_is_away_stops_no_acknowledgement_and_is_tried_again_with_patience(
     bench: DiskBench, store: MemoryStore
 ) -> None:

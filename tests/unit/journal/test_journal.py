@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -340,6 +341,18 @@ def test_frames_of_a_kind_are_found_without_reading_them(tmp_path: Path) -> None
             sizes = journal.extents(np.arange(0, 82))
             assert sizes[0] == sizes[81] == 0
             assert sizes[1:81].min() >= 64 + 704
+
+
+@pytest.mark.parametrize("opening", [opened, lazily])
+@pytest.mark.parametrize("kept", [0, 1, 4096, 5000, SEGMENT_BYTES - 4096])
+def test_a_sealed_segment_cut_short_is_damage_by_name(
+    tmp_path: Path, opening: Callable[[Path], Journal], kept: int
+) -> None:
+    filled(tmp_path)
+    second = sorted(tmp_path.glob("*.segment"))[1]
+    os.truncate(second, kept)
+    with pytest.raises(CorruptionFound, match=r"segment"):
+        opening(tmp_path)
 
 
 @pytest.mark.parametrize("reading", ["read", "view", "replay"])
