@@ -6,15 +6,17 @@ them and enumerate what a crash may leave. Errors are OSError; what they mean is
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 IOV_MAX = 1024  # Linux UIO_MAXIOV; a longer vector is EINVAL
 
 
@@ -52,6 +54,38 @@ class FileOps(Protocol):
         """End a mapping; while anybody still looks at it, it stays, and comes back to be ended later."""
 
 
+class _Reserve:
+    """Descriptors held back for the journal: connections to a busy broker may use up all the others, and a segment that
+    cannot be opened is the end of it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: list[int] = []
+
+    def call(self, opening: Callable[[], T]) -> T:
+        """`opening` needs a descriptor; it is tried again with one of the reserve while there are none."""
+        while True:
+            try:
+                opened = opening()
+            except OSError as fault:
+                if fault.errno not in (errno.EMFILE, errno.ENFILE) or not self._held:
+                    raise
+                os.close(self._held.pop())
+            else:
+                self._fill()
+                return opened
+
+    def _fill(self) -> None:
+        try:
+            while len(self._held) < self._size:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return  # none to be had now: at the next call
+
+
+_reserve = _Reserve(8)
+
+
 class OsFileOps:
     """Linux."""
 
@@ -62,10 +96,10 @@ class OsFileOps:
             self.fsync_folder(level.parent)
 
     def names(self, folder: Path) -> list[str]:
-        return sorted(entry.name for entry in folder.iterdir())
+        return _reserve.call(lambda: sorted(entry.name for entry in folder.iterdir()))
 
     def read_bytes(self, path: Path) -> bytes:
-        return path.read_bytes()
+        return _reserve.call(path.read_bytes)
 
     def lock(self, path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -80,7 +114,7 @@ class OsFileOps:
 
     def open(self, path: Path, *, create: bool = False) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        return os.open(path, flags, 0o600)
+        return _reserve.call(lambda: os.open(path, flags, 0o600))
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -104,7 +138,8 @@ class OsFileOps:
         os.fsync(fd)
 
     def fsync_folder(self, folder: Path) -> None:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        fd = _reserve.call(lambda: os.open(folder, flags))
         try:
             os.fsync(fd)
         finally:
@@ -124,7 +159,8 @@ class OsFileOps:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def map(self, fd: int, size: int) -> memoryview:
-        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        kind = {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ}
+        return memoryview(_reserve.call(lambda: mmap.mmap(fd, size, **kind)))  # it duplicates `fd`
 
     def unmap(self, view: memoryview) -> memoryview | None:
         mapping = view.obj
