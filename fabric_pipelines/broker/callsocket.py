@@ -75,14 +75,12 @@ class CallServer:
         self._listener.listen(128)
         self._open: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._closing = False
         self._ending = threading.Event()
         threading.Thread(target=self._accept, name="broker-calls", daemon=True).start()
 
     def close(self) -> None:
         """Take no new requests; those under way are answered, for a while."""
         with self._lock:
-            self._closing = True
             self._ending.set()
             threads = list(self._open.values())
             for connection in self._open:
@@ -110,7 +108,7 @@ class CallServer:
                 target=self._converse, args=(connection,), name="broker-call", daemon=True
             )
             with self._lock:
-                if self._closing:
+                if self._ending.is_set():
                     connection.close()
                     return
                 try:

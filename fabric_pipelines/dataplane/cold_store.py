@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from fabric_pipelines.dataplane.s3_faults import is_of_the_client
 from fabric_pipelines.errors import StorageFailed, StoreUnreachable, storage_failed
 from fabric_pipelines.journal import FileOps, ObjectStore, OsFileOps
 from fabric_pipelines.journal.files import read_exactly, write_all
@@ -179,10 +179,6 @@ class BucketStore:
                 f"{self.where} refuses to {doing} {name} ({fault}): check bucket and credentials"
             ) from fault
         except Exception as fault:
-            if isinstance(fault, OSError) or _is_of_the_client(fault):
+            if isinstance(fault, OSError) or is_of_the_client(fault, "asyncio"):
                 raise StoreUnreachable(f"{self.where} did not {doing} {name}: {fault}") from fault
             raise
-
-
-def _is_of_the_client(fault: Any) -> bool:
-    return type(fault).__module__.startswith(("botocore", "aiobotocore", "aiohttp", "asyncio"))

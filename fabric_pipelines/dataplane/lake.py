@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.s3_faults import is_of_the_client
 from fabric_pipelines.dataplane.sql import query
 from fabric_pipelines.errors import DigestMismatch, StorageFailed, TransientError, UsageError
 from fabric_pipelines.settings import Settings
@@ -177,8 +178,7 @@ def _kept(what: str) -> Iterator[None]:
     except OSError as fault:
         raise StorageFailed(f"the lake failed on {what}: {fault}") from fault
     except Exception as fault:
-        # botocore's own tree (endpoint unreachable, read timeout) has no common base with OSError
-        if type(fault).__module__.startswith(("botocore", "aiobotocore", "aiohttp")):
+        if is_of_the_client(fault):
             raise TransientError(f"the object store does not answer for {what}: {fault}") from fault
         raise
 

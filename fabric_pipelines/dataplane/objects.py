@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fabric_pipelines.dataplane.s3_faults import is_of_the_client
 from fabric_pipelines.errors import Refused, StorageFailed, StoreUnreachable, UsageError
 
 S3 = "s3://"
@@ -125,7 +126,6 @@ class Objects:
         except OSError as fault:
             raise StorageFailed(f"cannot {doing} {where}: {fault}") from fault
         except Exception as fault:
-            # botocore's own tree (endpoint unreachable, read timeout) has no common base with OSError
-            if type(fault).__module__.startswith(("botocore", "aiobotocore", "aiohttp")):
+            if is_of_the_client(fault):
                 raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
             raise
