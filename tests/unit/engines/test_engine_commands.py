@@ -93,7 +93,7 @@ def test_inspect_refuses_by_field_with_exit_code_4(cache: Path) -> None:
     path.write_text(json.dumps(fields))
     refused = fabric("inspect", "generate", "--json")
     assert refused.exit_code == 4
-    assert refused.stdout == ""
+    assert json.loads(refused.stdout)["error"]["kind"] == "ManifestRefused"
     assert "max_seq_len is missing" in refused.stderr
 
 
