@@ -68,12 +68,20 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
         "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
         "journal": _journal(broker["journal"]),
         "fault": broker["fault"] or "none",
+        **_damage(broker["journal"]),
         "progress": _progress(broker["progress"]),
         "draining": broker["draining"],
         "lanes": len(broker["lanes"]),
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
         "tasks": [*by_engine.values(), total],
     }
+
+
+def _damage(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the log is known not to be what was written, and what keeps the cold tier from its work; nothing when
+    all is well."""
+    found = {"cold tier": figures.get("cold_fault"), "damaged": figures.get("damaged")}
+    return {name: item for name, item in found.items() if item}
 
 
 def _journal(figures: Mapping[str, Any]) -> str:
