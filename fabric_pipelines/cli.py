@@ -21,6 +21,7 @@ from fabric_pipelines.cli_bench import app as bench_app
 from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
 from fabric_pipelines.cli_db import app as db_app
+from fabric_pipelines.cli_engine import app as engine_app
 from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.cli_receipts import app as receipt_app
 from fabric_pipelines.console import ANSWER
@@ -141,6 +142,7 @@ kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
 app.add_typer(db_app, name="db")
 app.add_typer(models_app, name="models")
+app.add_typer(engine_app, name="engine")
 app.add_typer(broker_app, name="broker")
 app.add_typer(receipt_app, name="receipt")
 app.add_typer(bench_app, name="bench")
