@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 GAP = "  "
 COLUMN_LEAST = 8  # a column cut further says nothing
@@ -128,7 +128,7 @@ def _widest_prose(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
     return name if name is not None and longest[name] else None
 
 
-def _is_sentence(item: Any) -> bool:
+def _is_sentence(item: Any) -> TypeGuard[str]:
     return isinstance(item, str) and len(item) > SENTENCE_LEAST and " " in item.strip()
 
 
