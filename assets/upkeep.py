@@ -2,8 +2,9 @@
 
 source -> current, one partition a published shard, 1:1. `source` is observed, never made: its data version
 changes only when the database's verdict does, so that lineage shows why a shard is stale and the event log
-does not fill. `current` lays over a shard what moved. The sensor `moved_shards` is level-triggered: it compares
-what the database says now with what was built, so a tick that is missed or a run that failed is made good.
+does not fill. `current` lays over a shard what moved; where nothing did, it tells lineage which generation is
+published. The sensor `moved_shards` is level-triggered: it compares what the database says now with what was
+built and with what lineage last heard, so a tick that is missed or a run that failed is made good.
 """
 
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import dagster as dg
 
 from assets.automation import IN_FLIGHT
+from assets.lineage import latest
 from fabric_pipelines import receipts
 from fabric_pipelines import shards as library
 from fabric_pipelines.dataplane.staleness import Staleness
@@ -25,6 +27,8 @@ CURRENT_KEY = dg.AssetKey(["indexes", "current"])
 REFRESH_TAG, HEAD_TAG = "fabric/refresh", "fabric/head"
 FIRST_WAIT_S, FAILURES_COUNTED = 60.0, 7  # after seven failures of the same thing: an hour
 VERSION_TAG = "dagster/data_version"
+REPORT_TAG = "fabric/report"  # says what is published, and leaves what moved to the policy
+WHY = {"none": "it is the published one", "increment": "what moved was laid over it"}
 shard_names = dg.DynamicPartitionsDefinition(name="shards")
 
 
@@ -74,24 +78,33 @@ def refresh_shard(
     context: dg.AssetExecutionContext, database: DatabaseResource, shards: ShardsResource
 ) -> dg.MaterializeResult:
     name = context.partition_key
-    done = library.refresh(database.of(), shards.root, name)
-    receipt = receipts.issue(database.of(), shards.root, name)
+    if REPORT_TAG in context.run.tags:
+        done = library.Refreshed(
+            library.open_generation(database.of(), shards.root, name), "none", "", 0, 0
+        )
+    else:
+        done = library.refresh(database.of(), shards.root, name)
     manifest = done.generation.manifest
+    # who published a generation that stands gives it its receipt
+    receipt = (
+        receipts.issue(database.of(), shards.root, name).receipt_id if done.how != "none" else None
+    )
     return dg.MaterializeResult(
         metadata={
             "shard": name,
             "generation": done.generation.number,
             "how": done.how,
-            "why": done.why or "what moved was laid over it",
+            "why": done.why or WHY[done.how],
             "rows_moved": done.moved,
             "bytes_written": done.written,
             "files_linked": done.generation.linked,
-            "receipt_id": receipt.receipt_id,
             "content_hash": manifest.source["content_hash"],
+            "manifest_sha256": done.generation.manifest_sha256,
             "dagster/uri": str(done.generation.folder),
             "dagster/row_count": manifest.rows,
+            **({"receipt_id": receipt} if receipt else {}),
         },
-        data_version=dg.DataVersion(receipt.receipt_id),
+        data_version=dg.DataVersion(done.generation.manifest_sha256),
     )
 
 
@@ -106,11 +119,43 @@ def current(source: Any) -> Any:
     return refresh_shard(source)
 
 
+def observations(
+    instance: dg.DagsterInstance, found: Sequence[Staleness]
+) -> list[dg.AssetObservation]:
+    """Verdicts that lineage has not heard."""
+    return [
+        dg.AssetObservation(SOURCE_KEY, partition=shard, tags={VERSION_TAG: version.value})
+        for shard, version in changed_versions(instance, found).items()
+    ]
+
+
+def unheard(instance: dg.DagsterInstance, item: Staleness) -> bool:
+    """Lineage does not know the published generation: the shard's first, or one that a command published."""
+    known = latest(instance, CURRENT_KEY, item.shard)
+    return known is None or known["generation"] != item.generation
+
+
+def request(item: Staleness) -> dg.RunRequest:
+    """A run of `current` for a shard that is due, or one that only reports which generation is published."""
+    # No run key: Dagster keeps those for ever, and a failed refresh would never be asked for again.
+    return dg.RunRequest(
+        asset_selection=[CURRENT_KEY],
+        partition_key=item.shard,
+        tags={
+            REFRESH_TAG: item.shard,
+            HEAD_TAG: _head(item),
+            "fabric/verdict": item.verdict,
+            **({} if item.due else {REPORT_TAG: str(item.generation)}),
+        },
+    )
+
+
 @dg.sensor(
     target=dg.AssetSelection.assets(CURRENT_KEY),
     minimum_interval_seconds=30,
     default_status=dg.DefaultSensorStatus.RUNNING,
-    description="Requests a refresh of exactly the shards that the database calls stale, and shows the verdict.",
+    description="Requests a refresh of exactly the shards that the database calls stale, and shows the verdict; a "
+    "generation that lineage has not heard of is reported the same way.",
 )
 def moved_shards(
     context: dg.SensorEvaluationContext, database: DatabaseResource
@@ -120,26 +165,32 @@ def moved_shards(
     except (DatabaseUnavailable, UsageError) as fault:  # away, or without a schema so far
         return dg.SkipReason(str(fault))
     instance = context.instance
-    new = sorted({item.shard for item in found} - set(instance.get_dynamic_partitions("shards")))
-    due = [item for item in found if item.due and not _held(instance, item)]
-    events = [
-        dg.AssetObservation(SOURCE_KEY, partition=shard, tags={VERSION_TAG: version.value})
-        for shard, version in changed_versions(instance, found).items()
-    ]
-    # No run key: Dagster keeps those for ever, and a failed refresh would never be asked for again.
-    requests = [
-        dg.RunRequest(
-            asset_selection=[CURRENT_KEY],
-            partition_key=item.shard,
-            tags={REFRESH_TAG: item.shard, HEAD_TAG: _head(item), "fabric/verdict": item.verdict},
-        )
-        for item in due
-    ]
+    new = _new(instance, found)
+    # a partition has runs once it is there
+    known = [item for item in found if item.shard not in new]
     return dg.SensorResult(
-        run_requests=requests,
-        asset_events=events,
+        run_requests=_wanted(instance, known),
+        asset_events=observations(instance, found),
         dynamic_partitions_requests=[shard_names.build_add_request(new)] if new else [],
     )
+
+
+def catch_up(instance: dg.DagsterInstance, database: DatabaseResource) -> list[dg.RunRequest]:
+    """What a tick of `moved_shards` does, done at once and without a daemon; the runs are left to the caller."""
+    found = database.staleness()
+    instance.add_dynamic_partitions("shards", _new(instance, found))
+    for event in observations(instance, found):
+        instance.report_runless_asset_event(event)
+    return _wanted(instance, found)
+
+
+def _new(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[str]:
+    return sorted({item.shard for item in found} - set(instance.get_dynamic_partitions("shards")))
+
+
+def _wanted(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[dg.RunRequest]:
+    due = [item for item in found if item.due or unheard(instance, item)]
+    return [request(item) for item in due if not _held(instance, item)]
 
 
 def _held(instance: dg.DagsterInstance, item: Staleness) -> bool:

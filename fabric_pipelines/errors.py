@@ -25,12 +25,14 @@
         │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
         │   ├── WrongRole               this caller may not make this call
         │   ├── WrongTenant             a task or submission of another tenant
+        │   ├── NotTrusted              TLS: one side does not take the other's certificate
+        │   ├── HomeGone                the folder under a running process was moved, deleted or replaced
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
         ├── CheckFailed             a check found a difference (exit code 3)
         │   └── BalanceBroken           enqueued != ready + in flight + retired + dead
         ├── StorageFailed           a write or fsync failed, a disk is full or read-only
-        ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
+        ├── CorruptionFound         bytes at or below the durable mark do not match their CRC (exit code 4)
         │   └── ColdLost                an object of the cold tier is missing or was changed
         ├── EngineFailed            the engine itself failed; the batch is nacked
         ├── StartFailed             a process of `fabric up` did not come up; carries its sentence and exit code
@@ -162,6 +164,14 @@ class WrongTenant(Refused):
     pass
 
 
+class NotTrusted(Refused):
+    pass
+
+
+class HomeGone(Refused):
+    pass
+
+
 class FencingLost(Refused):
     pass
 
@@ -191,7 +201,9 @@ class StorageFailed(TerminalError):
 
 
 class CorruptionFound(TerminalError):
-    pass
+    """Exits as a fail-closed refusal does: another start changes nothing."""
+
+    exit_code = 4
 
 
 class ColdLost(CorruptionFound):

@@ -25,11 +25,10 @@ from typing import Any
 import dagster as dg
 from dagster._core.instance.ref import InstanceRef
 
-from assets import lineage
+from assets import lineage, upkeep
 from assets.automation import RANGE_END, RANGE_START
 from assets.flow import WAIT_TAG
 from assets.indexes import RECALL_AT, RECEIPT_KEY, SHARD_KEY
-from assets.upkeep import CURRENT_KEY
 from fabric_pipelines import models, receipts, screen, supervise
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
@@ -64,6 +63,7 @@ RECEIPT_SHOWN = 12  # characters: a prefix is enough for every command
 SQL = 'psql "$(fabric db url)" -c "select text from fabric.generate"'
 SAMPLES = 10
 ENGINES = tuple(dict.fromkeys(workload.engine for workload in WORKLOADS.values()))
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 RUN_TAGS = {
     WAIT_TAG: "true",
     RANGE_START: BOOKS[0],
@@ -389,15 +389,21 @@ def _materialise(instance: dg.DagsterInstance) -> str:
         broker=BrokerResource(), database=DatabaseResource(), say_every_s=0.0
     )
     defs = build_defs({"completion": quiet})
-    # what keeps shards up to date is partitioned by shard, not by book, and has nothing to do yet
-    wanted = sorted(defs.resolve_asset_graph().materializable_asset_keys - {CURRENT_KEY})
+    # `current` is partitioned by shard, not by book, and follows what this run publishes
+    wanted = sorted(defs.resolve_asset_graph().materializable_asset_keys - {upkeep.CURRENT_KEY})
+    job = defs.resolve_implicit_global_asset_job_def()
     try:
-        done = defs.resolve_implicit_global_asset_job_def().execute_in_process(
-            instance=instance,
-            asset_selection=wanted,
-            tags=RUN_TAGS,
-            run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        done = job.execute_in_process(
+            instance=instance, asset_selection=wanted, tags=RUN_TAGS, run_config=QUIET
         )
+        for request in upkeep.catch_up(instance, DatabaseResource()):
+            job.execute_in_process(
+                instance=instance,
+                asset_selection=list(request.asset_selection or []),
+                partition_key=request.partition_key,
+                tags=dict(request.tags),
+                run_config=QUIET,
+            )
     except dg.DagsterUserCodeExecutionError as fault:
         if isinstance(fault.__cause__, FabricError):
             raise fault.__cause__ from fault

@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 
@@ -26,8 +27,9 @@ from fabric_pipelines.broker import callsocket
 from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.broker.desk import Desk
+from fabric_pipelines.broker.desk import Desk, reason_of
 from fabric_pipelines.broker.exporter import Door, export
+from fabric_pipelines.broker.home import Home
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
 from fabric_pipelines.broker.tiering import Water
@@ -49,12 +51,11 @@ from fabric_pipelines.errors import (
     SettingsError,
     StorageFailed,
     as_line,
-    storage_failed,
 )
 from fabric_pipelines.journal import Journal, OsFileOps
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
-EXIT_FATAL = 70
+LOOK_EVERY_S = 1.0
 DESCRIPTORS = 16_384
 STOP_WAIT_S = 2.0
 
@@ -67,13 +68,10 @@ def run(settings: Settings | None = None) -> int:
     """Exit code of a broker with these settings, or those of the environment."""
     try:
         return serve(settings_module.load() if settings is None else settings)
-    except (FabricError, Fatal) as fault:
-        _say(fault)
-        return getattr(fault, "exit_code", EXIT_FATAL)
-    except OSError as fault:
-        failed = storage_failed(fault)
-        _say(failed)
-        return failed.exit_code
+    except (FabricError, Fatal, OSError) as fault:
+        reason = reason_of(fault)
+        _say(reason)
+        return reason.exit_code
 
 
 def serve(settings: Settings) -> int:
@@ -112,7 +110,8 @@ def serve(settings: Settings) -> int:
         )
         for reason in owner.restored.ignored:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
-        desk = Desk(owner, _end)
+        home = Home(folder)
+        desk = Desk(owner, lambda fault: _end(home.lost() or fault))
         desk.start()
         shared = Door()
         exporter = export(desk, shared, settings.metrics_port) if settings.metrics_port else None
@@ -123,7 +122,9 @@ def serve(settings: Settings) -> int:
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
             flush=True,
         )
-        stop.wait()
+        while not stop.wait(LOOK_EVERY_S):
+            if (gone := home.lost()) is not None:
+                _end(gone)
         if exporter is not None:
             exporter.close()
         clean = _shut(servers, calls, desk)
@@ -133,11 +134,9 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _say(fault: FabricError | Fatal) -> None:
+def _say(fault: FabricError) -> None:
     """Its one sentence, which `fabric up` tells on."""
-    cause = fault.__cause__ if isinstance(fault, Fatal) else fault
-    line = as_line(cause) if isinstance(cause, FabricError) else f"FabricError: {fault}"
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(as_line(fault), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _widen_descriptors() -> None:
@@ -148,10 +147,10 @@ def _widen_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _end(sentence: str) -> None:
+def _end(fault: FabricError) -> NoReturn:
     """The owner cannot go on: no answer may leave any more, so nothing is unwound."""
-    print(f"FabricError: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
-    os._exit(EXIT_FATAL)
+    _say(fault)
+    os._exit(fault.exit_code)
 
 
 def _shut(servers: list[BrokerServer], calls: CallServer | None, desk: Desk) -> bool:

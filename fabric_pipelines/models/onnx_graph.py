@@ -8,6 +8,7 @@ tables that are only gathered from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from fabric_pipelines.errors import MissingDependency
 ALIGN_BYTES = 4096
 OPSET = 17  # LayerNormalization is native; ReduceMean still takes axes as an attribute
 IR_VERSION = 9
+NARROW = (("INT4", "int4"), ("FLOAT8", "fp8"), ("INT8", "int8"))
 
 
 class GraphBuilder:
@@ -94,8 +96,12 @@ class GraphBuilder:
         self,
         inputs: Sequence[tuple[str, Sequence[str]]],
         outputs: Sequence[tuple[str, Sequence[Any]]],
+        *,
+        architecture: str,
+        context: int,
     ) -> Path:
-        """Check and write the graph; inputs are int64, outputs float32."""
+        """Check and write the graph; inputs are int64, outputs float32. architecture, context (longest
+        sequence) stand in its metadata, for whoever opens it."""
         helper, tensor = self._onnx.helper, self._onnx.TensorProto
         graph = helper.make_graph(
             self._nodes,
@@ -110,11 +116,43 @@ class GraphBuilder:
             ir_version=IR_VERSION,
             producer_name="fabric-pipelines",
         )
+        helper.set_model_props(model, {"architecture": architecture, "context": str(context)})
         self._side.flush()
         path = self._folder / f"{self._name}.onnx"
         path.write_bytes(model.SerializeToString(deterministic=True))
         self._onnx.checker.check_model(str(path))
         return path
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph says of itself. weight_quantisation: "none", or "int8", "fp8", "int4" by the narrowest type
+    among its weights."""
+
+    architecture: str
+    context: int
+    weight_quantisation: str
+    outputs: tuple[str, ...]
+
+
+def graph_facts(path: Path) -> GraphFacts:
+    """RuntimeError when the graph is not one of ours: it lacks its metadata."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    says = {entry.key: entry.value for entry in model.metadata_props}
+    kinds = {onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    try:
+        return GraphFacts(
+            says["architecture"],
+            int(says["context"]),
+            next(
+                (word for prefix, word in NARROW if any(prefix in kind for kind in kinds)), "none"
+            ),
+            tuple(value.name for value in model.graph.output),
+        )
+    except KeyError as fault:
+        raise RuntimeError(f"{path} says nothing of its {fault.args[0]}") from fault
 
 
 def truncated(path: Path, last: str) -> bytes:

@@ -6,14 +6,15 @@ import dagster as dg
 import pytest
 
 from assets.automation import RESULTS_TAG
-from assets.lineage import latest, results_key, submission_key
-from assets.upkeep import CURRENT_KEY, SOURCE_KEY
+from assets.indexes import SHARD_KEY
+from assets.lineage import latest, require_latest, results_key, submission_key
+from assets.upkeep import CURRENT_KEY, SOURCE_KEY, observed_version
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.definitions import build_defs
 from fabric_pipelines.ledger import ZERO
-from fabric_pipelines.quickstart import RUN_TAGS
+from fabric_pipelines.quickstart import QUIET, RUN_TAGS
 from fabric_pipelines.workloads.corpus import BOOKS
 from tests.support_quickstart import Demo
 
@@ -23,7 +24,6 @@ CONTRACT = {
     "tasks", "retired", "dead", "balance", "tokens_in", "tokens_out", "rows_landed", "vectors",
     "receipt_id", "recall_at_10", "seconds",
 }  # fmt: skip
-QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
 @pytest.fixture
@@ -70,10 +70,17 @@ def test_running_it_again_submits_nothing_and_builds_nothing(demo: Demo) -> None
 def test_all_assets_are_materialised_on_the_persistent_instance(demo: Demo) -> None:
     graph = build_defs().resolve_asset_graph()
     with demo.instance() as instance:
-        # what keeps shards up to date has something to do only once rows have moved
         for key in set(graph.get_all_asset_keys()) - {CURRENT_KEY, SOURCE_KEY}:
             partition = BOOKS[0] if graph.get(key).is_partitioned else ""
             assert latest(instance, key, partition), key
+        built = require_latest(instance, SHARD_KEY)
+        current = require_latest(instance, CURRENT_KEY, built["shard"])
+        assert instance.get_dynamic_partitions("shards") == [built["shard"]]
+        assert (current["generation"], current["how"]) == (built["generation"], "none")
+        assert current["manifest_sha256"] == built["manifest_sha256"]
+        (once,) = instance.fetch_materializations(CURRENT_KEY, limit=9).records
+        assert once.asset_key == CURRENT_KEY
+        assert observed_version(instance, built["shard"]) == f"{built['generation']}-fresh"
         run = instance.get_run_by_id(demo.reports[1]["run_id"])
         for check in graph.asset_check_keys:
             record = instance.get_latest_asset_check_evaluation_record(check)

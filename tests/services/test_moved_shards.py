@@ -10,10 +10,12 @@ import dagster as dg
 import pytest
 from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
 from dagster._core.definitions.observe import observe
+from dagster._core.definitions.partitions.context import partition_loading_context
 from dagster._core.loader import LoadingContextForTest
 
 from assets import upkeep
-from assets.upkeep import CURRENT_KEY, REFRESH_TAG, SOURCE_KEY, moved_shards, source
+from assets.lineage import require_latest
+from assets.upkeep import CURRENT_KEY, REFRESH_TAG, REPORT_TAG, SOURCE_KEY, moved_shards, source
 from fabric_pipelines import shards
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
@@ -99,6 +101,9 @@ def fabric(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )
     writer.close()
     fabric = Fabric(database, root)
+    assert fabric.tick() == []
+    for wanted in fabric.tick():  # lineage hears of what was published
+        assert fabric.run(wanted).success
     yield fabric
     fabric.instance.dispose()
 
@@ -127,8 +132,6 @@ def test_exactly_the_moved_shards_are_requested_until_they_are_built(fabric: Fab
 
 def test_what_follows_turns_stale_with_the_verdict_and_fresh_with_the_build(fabric: Fabric) -> None:
     fabric.tick()
-    for name in NAMES:  # what was never built has no status to lose
-        fabric.run(dg.RunRequest(asset_selection=[CURRENT_KEY], partition_key=name))
     assert {fabric.status(name) for name in NAMES} == {StaleStatus.FRESH}
     fabric.move("beta")
     (request,) = fabric.tick()
@@ -175,14 +178,73 @@ def test_a_move_during_the_build_shows_again_at_the_next_tick(fabric: Fabric) ->
 
 
 def test_observing_by_hand_gives_the_same_versions(fabric: Fabric) -> None:
-    fabric.instance.add_dynamic_partitions("shards", list(NAMES))
+    fabric.move("beta")
     observed = observe(
         [source], instance=fabric.instance, resources={"database": DatabaseResource()}
     )
     assert observed.success
-    assert fabric.observations() == len(NAMES)
+    assert fabric.observations() == len(NAMES) + 1
+    assert requested(fabric.tick()) == ["beta"]
+    assert fabric.observations() == len(NAMES) + 1
+
+
+def test_a_published_shard_is_reported_once_and_nothing_is_built(fabric: Fabric) -> None:
+    """The fixture's shards were built by a call, so lineage first heard of them from the sensor."""
+    for name in NAMES:
+        found = require_latest(fabric.instance, CURRENT_KEY, name)
+        built = shards.open_generation(fabric.database, ShardsResource().root, name)
+        assert (found["generation"], found["how"], found["rows_moved"]) == (1, "none", 0)
+        assert found["manifest_sha256"] == built.manifest_sha256
+        assert built.number == 1
     assert fabric.tick() == []
-    assert fabric.observations() == len(NAMES)
+    assert len(fabric.instance.fetch_materializations(CURRENT_KEY, limit=99).records) == len(NAMES)
+
+
+def test_what_a_command_publishes_is_reported_and_what_the_policy_leaves_is_left(
+    fabric: Fabric,
+) -> None:
+    fabric.move("alpha")
+    shards.refresh(fabric.database, ShardsResource().root, "alpha")
+    fabric.move("alpha", rows=1)  # moved, and below the policy's line
+    (wanted,) = fabric.tick()
+    assert wanted.partition_key == "alpha"
+    assert fabric.run(wanted).success
+    found = require_latest(fabric.instance, CURRENT_KEY, "alpha")
+    assert (found["generation"], found["how"]) == (2, "none")
+    assert shards.open_generation(fabric.database, ShardsResource().root, "alpha").number == 2
+    assert fabric.tick() == []
+
+
+def test_a_new_shard_is_a_partition_first_and_has_runs_from_the_next_tick_on(
+    fabric: Fabric,
+) -> None:
+    """As the daemon evaluates it, which refuses a whole tick for one partition that is not there."""
+    fabric.move("alpha")
+    with dg.instance_for_test() as fresh, partition_loading_context(dynamic_partitions_store=fresh):
+        context = dg.build_sensor_context(
+            instance=fresh, definitions=fabric.defs, resources={"database": DatabaseResource()}
+        )
+        first = moved_shards.evaluate_tick(context)
+        (added,) = first.dynamic_partitions_requests or []
+        assert list(added.partition_keys) == list(NAMES)
+        assert not first.run_requests
+        fresh.add_dynamic_partitions("shards", list(added.partition_keys))
+        second = moved_shards.evaluate_tick(context)
+    assert not second.dynamic_partitions_requests
+    assert requested(list(second.run_requests or [])) == list(NAMES)
+
+
+def test_catching_up_without_a_daemon_is_a_tick(fabric: Fabric) -> None:
+    fabric.move("gamma")
+    fresh = dg.DagsterInstance.ephemeral()
+    requests = upkeep.catch_up(fresh, DatabaseResource())
+    assert requested(requests) == list(NAMES)
+    assert [REPORT_TAG in item.tags for item in requests] == [True, True, False]
+    assert fresh.get_dynamic_partitions("shards") == list(NAMES)
+    assert [upkeep.observed_version(fresh, name) for name in NAMES] == [
+        "1-fresh", "1-fresh", "1-changed",
+    ]  # fmt: skip
+    fresh.dispose()
 
 
 def test_without_a_database_the_sensor_skips_and_says_so(

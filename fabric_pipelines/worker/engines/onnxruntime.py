@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency
-from fabric_pipelines.models.onnx_graph import truncated
+from fabric_pipelines.models.onnx_graph import GraphFacts, graph_facts, truncated
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.cuts import by_length, in_order
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
@@ -29,6 +30,7 @@ from fabric_pipelines.worker.engines.tasks import Outcome, Task, with_vector
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 GRAPH = "trunk.onnx"
+INPUTS = frozenset({"ids", "seg", "pos"})  # more than these would be a cache
 
 
 class OnnxRuntimeEngine(SteppingEngine):
@@ -37,10 +39,15 @@ class OnnxRuntimeEngine(SteppingEngine):
     kind: ClassVar[str]
     packs: ClassVar[bool]
     step_tokens: ClassVar[int]
+    step_tokens_max: ClassVar[int]
+    architecture: ClassVar[str]
     sampling_keys: ClassVar[frozenset[str]]
 
     def __init__(self, name: str, folder: EngineFolder, threads: int) -> None:
         manifest = folder.manifest
+        require_served(
+            manifest, name, runtime="onnxruntime", architectures=frozenset({self.architecture})
+        )
         super().__init__(
             name,
             manifest,
@@ -56,12 +63,32 @@ class OnnxRuntimeEngine(SteppingEngine):
         self._folder, self._threads = folder, threads
         self._runtime: Any = None
         self._session: Any = None
+        self._graph: GraphFacts | None = None
 
     def _load(self) -> None:
         self._runtime = _import()
         require(self.manifest, "version", f"onnxruntime {self._runtime.__version__}", "the runtime")
         models.require_whole(self._folder.path)
         self._session = self._open_session(str(self._folder.path / GRAPH))
+        self._graph = graph_facts(self._folder.path / GRAPH)
+
+    def introspect(self) -> Mapping[str, Told]:
+        graph = self._graph
+        assert graph is not None, f"{self.name} is not open"
+        cached = sorted({node.name for node in self._session.get_inputs()} - INPUTS)
+        memory = "the memory of attention over a step"
+        longest = min(graph.context, self.step_tokens_max)
+        return {
+            "version": Told(f"onnxruntime {self._runtime.__version__}", "the runtime"),
+            "architecture": Told(graph.architecture, "the graph"),
+            "weight_quantisation": Told(graph.weight_quantisation, "the graph"),
+            "kv_quantisation": Told("none" if cached else "single_pass", "the loaded graph"),
+            "world_size": Told(len(self._session.get_providers()), "the session"),
+            "max_batch_size": Told(self.step_tokens_max, memory, at_most=True),
+            "max_num_tokens": Told(self.step_tokens_max, memory, at_most=True),
+            "max_input_len": Told(longest, "the graph", at_most=True),
+            "max_seq_len": Told(longest, "the graph", at_most=True),
+        }
 
     def _open_session(self, graph: str | bytes) -> Any:
         options = self._runtime.SessionOptions()
@@ -92,7 +119,7 @@ class OnnxRuntimeEngine(SteppingEngine):
         return states
 
     def _free(self) -> None:
-        self._session = None
+        self._session = self._graph = None
 
     def _objection(self, task: Task) -> str | None:
         if task.max_new_tokens:
@@ -117,6 +144,8 @@ class HiddenEngine(OnnxRuntimeEngine):
 
     kind = "hidden"
     packs = True
+    architecture = "LlamaForCausalLM"
+    step_tokens_max = 2048  # 9 heads x 2,048^2 floats are 151 MB
     step_tokens = 256  # tokens/cpu-s by step: 128: 430, 256: 411, 512: 318, 1,024: 218, 2,048: 108
     sampling_keys = frozenset({"kind", "layers", "pooling"})
 
@@ -177,6 +206,8 @@ class EmbedEngine(OnnxRuntimeEngine):
 
     kind = "embed"
     packs = False
+    architecture = "BertModel"
+    step_tokens_max = 4096  # 8 rows of 512: 12 heads x 8 x 512^2 floats are 101 MB
     step_tokens = 512
     sampling_keys = frozenset({"kind", "pooling", "normalise"})
 

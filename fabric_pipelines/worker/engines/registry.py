@@ -57,10 +57,22 @@ def _embed(name: str, folder: EngineFolder, threads: int) -> Engine:
     return EmbedEngine(name, folder, threads)
 
 
-def _vllm(name: str, folder: EngineFolder) -> Engine:
+def _vllm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
     from fabric_pipelines.worker.engines.vllm import VllmEngine
 
     return VllmEngine(name, folder)
+
+
+# Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
+CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, int, str], Engine]] = (
+    MappingProxyType({"vllm": _vllm})
+)
+
+
+def checkpoint_runtime(name: str) -> str | None:
+    """The runtime of an engine that is a described checkpoint, None for one of ENGINES."""
+    runtime = name.partition("@")[2].partition("-")[0]
+    return runtime if runtime in CHECKPOINT_ENGINES else None
 
 
 GENERATE = EngineSpec(
@@ -120,13 +132,23 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
     return engine
 
 
-def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
-    """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
-    if name.partition("@")[2].startswith("vllm"):
-        return _vllm(name, read_folder(checkpoint_folder(name, cache)))
+def construct_engine(name: str, *, cache: Path, threads: int, device: str = "cpu") -> Engine:
+    """As open_engine, without loading: manifest and fingerprint are known, no device is touched. device: "cpu" or
+    "cuda", for engines that run on either."""
+    folder = read_folder(engine_folder(name, cache))
+    threads = threads or len(os.sched_getaffinity(0))
+    runtime = checkpoint_runtime(name)
+    if runtime is not None:
+        return CHECKPOINT_ENGINES[runtime](name, folder, threads, device)
+    return engine_spec(name).build(name, folder, threads)
+
+
+def engine_folder(name: str, cache: Path) -> Path:
+    """Where the engine lies in the model cache; ModelMissing when it was not built there."""
+    if checkpoint_runtime(name) is not None:
+        return checkpoint_folder(name, cache)
     spec = engine_spec(name)
-    folder = read_folder(models.part_folder(spec.model, spec.part, cache))
-    return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))
+    return models.part_folder(spec.model, spec.part, cache)
 
 
 def engine_identity(name: str) -> str:
