@@ -44,10 +44,10 @@ def chosen(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _progress(progress: Mapping[str, Any]) -> str:
+def _progress(progress: Mapping[str, Any], held: str) -> str:
     done, total = progress["tokens_done"], progress["tokens_total"]
     rate = f", {progress['tokens_per_s']:,.0f} a second" if progress["tokens_per_s"] else ""
-    eta = "done" if done >= total else format_eta(progress["eta_s"])
+    eta = "done" if done >= total else held or format_eta(progress["eta_s"])
     return f"{done:,} of {total:,} tokens{rate}, {eta}"
 
 
@@ -69,7 +69,10 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
         "journal": _journal(broker["journal"]),
         "fault": broker["fault"] or "none",
         **_damage(broker["journal"]),
-        "progress": _progress(broker["progress"]),
+        "progress": _progress(
+            broker["progress"],
+            "stopped" if broker["fault"] else "draining" if broker["draining"] else "",
+        ),
         "draining": broker["draining"],
         "lanes": len(broker["lanes"]),
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",

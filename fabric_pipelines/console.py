@@ -83,7 +83,7 @@ def emit(
         ANSWER.hold(answer)
         return
     chosen = answers.chosen(plain(answer if shown is None else shown))
-    sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
+    sys.stdout.write("\n".join(screen.page(chosen, screen.room())) + "\n")
 
 
 def require(ok: bool, sentence: str) -> None:

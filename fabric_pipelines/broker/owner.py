@@ -356,7 +356,7 @@ class Owner:
                 "damaged_frames": len(damaged),
                 "damaged": [frame.sentence for frame in damaged],
             },
-            progress=_progress(total, self._rate.rate),
+            progress=_progress(total, self._rate.rate, flows=not (self.draining or core.fault)),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -668,15 +668,16 @@ class Owner:
         return self.core.states(task_ids)
 
 
-def _progress(total: Ledger, rate: float) -> dict[str, Any]:
-    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+def _progress(total: Ledger, rate: float, *, flows: bool = True) -> dict[str, Any]:
+    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves, and while nothing is
+    leased any more, since what is ready then stays."""
     done = total.retired.tokens + total.dead.tokens
     left = total.enqueued.tokens - done
     return {
         "tokens_total": total.enqueued.tokens,
         "tokens_done": done,
         "tokens_per_s": rate,
-        "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+        "eta_s": 0.0 if not left else left / rate if rate > 0 and flows else None,
     }
 
 

@@ -97,13 +97,15 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A segment file or, with `stub`, what stands here for one in the cold tier."""
+    """A segment file or, with `stub`, what stands here for one in the cold tier. `least`: bytes that the file has had
+    since before its SEGMENT frame, 0 if that does not say."""
 
     path: Path
     fd: int
     size: int
     epoch: int
     start: Control
+    least: int = 0
     stub: Stub | None = None
 
 
@@ -119,6 +121,7 @@ def recover(
             "restore the folder from a copy"
         )
     newest = candidates[max(candidates)]
+    _refuse_shortened(newest)
     salt = salt_of(identity.uuid_bytes)
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
@@ -127,6 +130,8 @@ def recover(
     stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
     cold = {epoch: _of_stub(folder, stub, identity) for epoch, stub in stubs.items()}
     live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged)
+    for candidate in live:
+        _refuse_shortened(candidate)
 
     scans = [_scan_of(ops, candidate, identity, salt, lazy) for candidate in live[:-1]]
     scans.append(tail)
@@ -172,7 +177,7 @@ def _of_stub(folder: Path, stub: Stub, identity: Identity) -> Candidate:
     start = Control(
         before, before, before, stub.low_epoch, stub.start_chain, stub.opens, identity.uuid_bytes
     )
-    return Candidate(folder / stub.file_name, -1, stub.size, stub.epoch, start, stub)
+    return Candidate(folder / stub.file_name, -1, stub.size, stub.epoch, start, stub=stub)
 
 
 def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, lazy: bool) -> Scan:
@@ -268,7 +273,7 @@ def _candidates(
                 f"segments {candidates[epoch].path.name} and {name} in {folder} both claim epoch {epoch}: "
                 "move the copy away"
             )
-        candidates[epoch] = Candidate(path, fd, size, epoch, found.control)
+        candidates[epoch] = Candidate(path, fd, size, epoch, found.control, found.header.file_bytes)
     return candidates, free
 
 
@@ -361,6 +366,16 @@ def _next_magic(source: Source, offset: int) -> int:
         if len(hits):
             return offset + int(hits[0]) * ALIGNMENT
         offset += usable
+
+
+def _refuse_shortened(candidate: Candidate) -> None:
+    """No crash shortens a file: its size was durable before the frame that says so was written. What is missing would
+    else pass for a torn tail, acknowledged or not."""
+    if candidate.size < candidate.least:
+        raise CorruptionFound(
+            f"segment {candidate.path} was cut short to {candidate.size} bytes, its size is {candidate.least}: what "
+            f"was acknowledged from LSN {candidate.start.last_lsn + 1} on may be gone; restore the file from a copy"
+        )
 
 
 def _refuse_damaged_tail(newest: Candidate, tail: Scan, beyond: Beyond) -> None:

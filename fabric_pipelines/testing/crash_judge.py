@@ -38,6 +38,7 @@ from fabric_pipelines.testing.crash_life import (
 from fabric_pipelines.testing.disk_bench import DiskBench
 from fabric_pipelines.testing.sim_disk import (
     CrashState,
+    Create,
     Image,
     SimDisk,
     Write,
@@ -76,11 +77,24 @@ def digest_of(image: Image) -> bytes:
 def states_of(
     disk: SimDisk, *, seed: int, subsets: int, torn: int, torn_each: int = TORN_EACH
 ) -> Iterator[CrashState]:
-    """Crash states of every operation, then about `torn_each` cuts in each of `torn` writes drawn by the seed."""
+    """Crash states of every operation, then about `torn_each` cuts in each of `torn` writes drawn by the seed and in
+    each that begins a segment or an index file, where the bytes of an earlier use show through."""
     yield from crash_states(disk, seed=seed, subsets=subsets)
-    chosen = np.random.default_rng(seed).permutation(writes_of(disk))[:torn]
-    for after_ops in sorted(chosen.tolist()):
+    drawn = np.random.default_rng(seed).permutation(writes_of(disk))[:torn].tolist()
+    for after_ops in sorted(
+        {*drawn, *beginnings_of(disk, ".segment"), *beginnings_of(disk, ".index")}
+    ):
         yield from cuts_of(disk, after_ops, torn_each)
+
+
+def beginnings_of(disk: SimDisk, suffix: str) -> Iterator[int]:
+    """Values of `after_ops` for the first write of each use of a file whose name ends so."""
+    made = {op.inode: op.path for op in disk.log if isinstance(op, Create)}
+    for after_ops in writes_of(disk):
+        write = disk.log[after_ops - 1]
+        assert isinstance(write, Write)
+        if made[write.inode].suffix == suffix and not write.offset:
+            yield after_ops
 
 
 def cuts_of(disk: SimDisk, after_ops: int, torn_each: int = TORN_EACH) -> Iterator[CrashState]:
@@ -130,7 +144,7 @@ class Judge:
                 self._live_on(SimDisk(state.image), acked)
         except Broken as broken:
             raise Broken(broken.kind, f"{where}{broken}") from broken
-        except CorruptionFound as fault:
+        except (CorruptionFound, NotFetched) as fault:
             raise Broken(LOST, f"{where}{fault}") from fault
         except (BalanceBroken, AssertionError) as fault:
             raise Broken(UNBALANCED, f"{where}{fault}") from fault
