@@ -24,6 +24,7 @@ from fabric_pipelines.cli_db import app as db_app
 from fabric_pipelines.cli_engine import app as engine_app
 from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.cli_receipts import app as receipt_app
+from fabric_pipelines.cli_shards import app as shard_app
 from fabric_pipelines.console import ANSWER
 from fabric_pipelines.console import emit as _emit
 from fabric_pipelines.console import require as _require
@@ -145,6 +146,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(engine_app, name="engine")
 app.add_typer(broker_app, name="broker")
 app.add_typer(receipt_app, name="receipt")
+app.add_typer(shard_app, name="shard")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

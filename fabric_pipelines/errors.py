@@ -3,7 +3,8 @@
     FabricError
     ├── TransientError          may be retried: the world was busy, gone or full for now
     │   ├── BrokerUnavailable       no broker answers at the endpoint
-    │   │   └── NotAttached             it answers but does not know this session: attach again
+    │   │   ├── NotAttached             it answers but does not know this session: attach again
+    │   │   └── NotTrusted              TLS: one side does not take the other's certificate, until it is renewed
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
     │   │   └── NotFetched              rows lie in the cold tier and are on their way
@@ -25,7 +26,6 @@
         │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
         │   ├── WrongRole               this caller may not make this call
         │   ├── WrongTenant             a task or submission of another tenant
-        │   ├── NotTrusted              TLS: one side does not take the other's certificate
         │   ├── HomeGone                the folder under a running process was moved, deleted or replaced
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
@@ -70,6 +70,10 @@ class BrokerUnavailable(TransientError):
 
 class NotAttached(BrokerUnavailable):
     """The broker restarted, or gave this session up; `attach` with the ids still held goes on."""
+
+
+class NotTrusted(BrokerUnavailable):
+    """Not terminal: a worker keeps what it computed while somebody renews a certificate."""
 
 
 class DatabaseUnavailable(TransientError):
@@ -161,10 +165,6 @@ class WrongRole(Refused):
 
 
 class WrongTenant(Refused):
-    pass
-
-
-class NotTrusted(Refused):
     pass
 
 

@@ -8,7 +8,6 @@ asked to return, or the cap it was given; anything else is an error of the runti
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.cuts import by_length, shared_prefix
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
-from fabric_pipelines.worker.engines.sampling import is_greedy, sampling_objection
+from fabric_pipelines.worker.engines.sampling import is_greedy, sampling_objection, step_seed
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed
 
@@ -158,16 +157,6 @@ class Ctranslate2Engine(SteppingEngine):
                 f"the runtime ended after {len(ids)} of {task.max_new_tokens} tokens without an end token",
             )
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
-
-
-def step_seed(tasks: Sequence[Task]) -> int:
-    """32 bits from the sampling's seed and the step's prompts and rows: the same step draws the same tokens
-    whatever ran before it, and another step with the same prompts draws others."""
-    mark = hashlib.sha256(str(tasks[0].sampling.get("seed", 0)).encode())
-    for task in tasks:
-        mark.update(task.source_row.to_bytes(8, "little", signed=True))
-        mark.update(task.tokens.tobytes())
-    return int.from_bytes(mark.digest()[:4], "little")
 
 
 def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:

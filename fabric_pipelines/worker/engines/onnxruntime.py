@@ -8,7 +8,6 @@ pooled here and leave as fp16.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.cuts import by_length, in_order
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.sampling import pass_objection
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, with_vector
 
@@ -41,7 +41,6 @@ class OnnxRuntimeEngine(SteppingEngine):
     step_tokens: ClassVar[int]
     step_tokens_max: ClassVar[int]
     architecture: ClassVar[str]
-    sampling_keys: ClassVar[frozenset[str]]
 
     def __init__(self, name: str, folder: EngineFolder, threads: int) -> None:
         manifest = folder.manifest
@@ -122,20 +121,8 @@ class OnnxRuntimeEngine(SteppingEngine):
         self._session = self._graph = None
 
     def _objection(self, task: Task) -> str | None:
-        if task.max_new_tokens:
-            return f"max_new_tokens is {task.max_new_tokens}; a single pass generates nothing"
-        if int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
-            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        if task.sampling.get("kind") != self.kind:
-            return f"kind {task.sampling.get('kind')!r} is not served here, only {self.kind!r}"
-        unknown = sorted(set(task.sampling) - self.sampling_keys)
-        if unknown:
-            return f"sampling fields {', '.join(unknown)} are unknown to this engine"
-        return self._sampling_objection(task.sampling)
-
-    @abstractmethod
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        """Why the fields besides `kind` cannot be served, or None."""
+        facts = self._folder.facts
+        return pass_objection(task, {self.kind}, facts["vocab_size"], facts["layers"])
 
 
 class HiddenEngine(OnnxRuntimeEngine):
@@ -147,25 +134,10 @@ class HiddenEngine(OnnxRuntimeEngine):
     architecture = "LlamaForCausalLM"
     step_tokens_max = 2048  # 9 heads x 2,048^2 floats are 151 MB
     step_tokens = 256  # tokens/cpu-s by step: 128: 430, 256: 411, 512: 318, 1,024: 218, 2,048: 108
-    sampling_keys = frozenset({"kind", "layers", "pooling"})
 
     def _load(self) -> None:
         super()._load()
         self._depth: int = self._folder.facts["layers"]
-
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        layers = sampling.get("layers")
-        last = self._folder.facts["layers"]
-        if not isinstance(layers, list | tuple) or not layers:
-            return "sampling field layers must be a list of layer numbers"
-        wrong = [
-            n for n in layers if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= last
-        ]
-        if wrong:
-            return f"layers {wrong} do not exist; they go from 0 to {last}"
-        if sampling.get("pooling") not in ("last", "mean"):
-            return f"pooling {sampling.get('pooling')!r} is neither 'last' nor 'mean'"
-        return None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return in_order(
@@ -209,16 +181,6 @@ class EmbedEngine(OnnxRuntimeEngine):
     architecture = "BertModel"
     step_tokens_max = 4096  # 8 rows of 512: 12 heads x 8 x 512^2 floats are 101 MB
     step_tokens = 512
-    sampling_keys = frozenset({"kind", "pooling", "normalise"})
-
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        if sampling.get("pooling", "mean") != "mean":
-            return (
-                f"pooling {sampling['pooling']!r} is not this model's; it was trained with 'mean'"
-            )
-        if not isinstance(sampling.get("normalise", True), bool):
-            return "sampling field normalise must be true or false"
-        return None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return by_length(pending, self._fits)

@@ -2,7 +2,7 @@
 
 A name is model@runtime-precision. Knowing an engine costs nothing; its runtime is imported only when it is
 opened, and a missing one is one sentence with the install command. The shipped engines are in ENGINES; an engine
-`<anything>@vllm...` is whatever checkpoint was described under that name in the model cache.
+`<anything>@vllm...` or `<anything>@transformers...` is whatever checkpoint was described under that name in the model cache.
 """
 
 from __future__ import annotations
@@ -63,9 +63,15 @@ def _vllm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
     return VllmEngine(name, folder)
 
 
+def _transformers(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+    from fabric_pipelines.worker.engines.transformers import transformers_engine
+
+    return transformers_engine(name, folder, threads, device)
+
+
 # Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
 CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, int, str], Engine]] = (
-    MappingProxyType({"vllm": _vllm})
+    MappingProxyType({"vllm": _vllm, "transformers": _transformers})
 )
 
 
