@@ -57,6 +57,7 @@ from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtim
 
 LOOK_EVERY_S = 1.0
 DESCRIPTORS = 16_384
+OF_THE_JOURNAL = 1_024  # of those, two a segment
 STOP_WAIT_S = 2.0
 
 
@@ -79,7 +80,7 @@ def serve(settings: Settings) -> int:
     doors = _doors(settings)
     endpoint = doors[0][0]
     stop = threading.Event()
-    _widen_descriptors()
+    _bound_descriptors()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     folder, segment_bytes = settings.journal_dir, settings.segment_bytes
@@ -139,12 +140,13 @@ def _say(fault: FabricError) -> None:
     print(as_line(fault), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _widen_descriptors() -> None:
-    """A descriptor for each connection, beside those of the journal: the usual soft limit of 1,024 is too near."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def _bound_descriptors() -> None:
+    """A descriptor for each connection: the usual soft limit of 1,024 is too near, and none at all lets connections that
+    say nothing, which pyarrow offers no way to bound, take memory without end. What lies between the soft and the
+    hard limit is the journal's own (`journal.files`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else hard - min(OF_THE_JOURNAL, hard // 4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, most), hard))
 
 
 def _end(fault: FabricError) -> NoReturn:

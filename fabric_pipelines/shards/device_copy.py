@@ -37,6 +37,7 @@ READERS_MAX = 8
 ADMIT_ROWS = 1 << 18  # rows checked at a time
 ROUNDING_BYTES = 512  # what an allocator may add to an array
 ARRAYS = 24  # arrays that are taken, at most
+LIBRARY_BYTES = 64 << 20  # what cuBLAS takes for itself at its first product
 BEAT_S = 1.0
 DTYPES = ("<f4", "<f2")
 

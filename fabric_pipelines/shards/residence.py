@@ -247,12 +247,15 @@ class DeviceShard(Shard):
 
     def _exact(self, queries: Queries, k: int) -> Ranked:
         self._residence.require()
-        scan = self.copy.scan if self.copy is not None else None
-        if scan is None:
+        copy = self.copy
+        scan = copy.scan if copy is not None else None
+        if copy is None or scan is None:
             self._residence.require()
             raise UsageError(f"shard {self.manifest.name!r} was closed; open it again")
         answer, left = scan.search(queries, k)
         del scan  # what `require` raises must not keep the card's memory
+        if copy.scan is None:
+            copy.release()  # it was released meanwhile, and this search held on to the rest
         if len(left):
             self.answered_by_cpu += len(left)
             rest = super()._exact(Queries(queries.wide[left], queries.metric), k)
