@@ -15,6 +15,7 @@ from fabric_pipelines import cli
 from fabric_pipelines.cli_engine import lane_lengths
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.worker.engines import building, registry
+from tests.unit.engines.tensorrt_llm_over_standin import TensorRtLlmOverStandin
 from tests.unit.engines.tensorrt_over_standin import TensorRtOverStandin
 from tests.unit.engines.vllm_over_standin import CONFIG
 
@@ -139,6 +140,20 @@ def test_a_checkpoint_with_a_wrong_size_is_refused_by_field_and_nothing_is_writt
     assert refused.exit_code == 4
     assert "max_batch_size must be a positive integer" in refused.stderr
     assert not (cache / "checkpoints" / CHECKPOINT / "manifest.json").exists()
+
+
+def test_a_built_tensorrt_llm_engine_says_its_sizes_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tiny@tensorrt_llm"
+    made = TensorRtLlmOverStandin(cache / "checkpoints" / name, monkeypatch)
+    (made.folder / "manifest.json").unlink()
+    refused = fabric("build", name, "--max-batch-size", "4")
+    assert refused.exit_code == 2
+    assert "the engine's own config.json says it" in refused.stderr
+    built = answer("build", name, "--eos", "3")
+    assert built["manifest"]["max_batch_size"] == 4
+    assert answer("fingerprint", name)["fingerprint"] == built["fingerprint"]
 
 
 def test_building_a_plan_takes_the_models_trunk_layers_lanes_and_a_step(
