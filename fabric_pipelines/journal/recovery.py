@@ -110,22 +110,25 @@ def recover(
 ) -> Recovered:
     """Read every segment of `folder`; with `lazy` not those sealed ones whose index file and SEAL frame agree.
     Opened descriptors are left in `fds`, whatever happens."""
-    candidates, free = _candidates(ops, folder, identity, fds)
+    candidates, unreadable = _candidates(ops, folder, identity, fds)
     if not candidates:
         raise CorruptionFound(
-            f"journal {folder} has an identity but no readable segment: everything it held is missing; "
-            "restore the folder from a copy"
+            f"journal {folder} has an identity but no readable segment{_suspects(unreadable)}: everything it held is "
+            "missing; restore the folder from a copy"
         )
     newest = candidates[max(candidates)]
     _refuse_shortened(newest)
     salt = salt_of(identity.uuid_bytes)
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
-    _refuse_damaged_tail(ops, newest, tail, beyond, salt)
+    if beyond.durable_lsn > tail.last_lsn:
+        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+    _refuse_sealed_tail(newest, tail, unreadable)
+    free = [*unreadable]
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
     stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
     cold = {epoch: _of_stub(folder, stub, identity) for epoch, stub in stubs.items()}
-    live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged)
+    live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged, unreadable)
     for candidate in live:
         _refuse_shortened(candidate)
 
@@ -240,9 +243,10 @@ def holds_frames(ops: FileOps, fd: int) -> bool:
 
 def _candidates(
     ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
-) -> tuple[dict[int, Candidate], list[Path]]:
+) -> tuple[dict[int, Candidate], dict[Path, int]]:
+    """The segment files that begin with a SEGMENT frame, by epoch, and the sizes of those that do not."""
     candidates: dict[int, Candidate] = {}
-    free: list[Path] = []
+    unreadable: dict[Path, int] = {}
     for name in ops.names(folder):
         if not name.endswith(SUFFIX):
             continue
@@ -256,7 +260,7 @@ def _candidates(
         first = Window(ops, fd, size, step=CONTROL_FRAME_BYTES)
         found = frame_at(first, 0, epoch=None, salt=0)
         if found is None or found.control is None or found.header.kind != SEGMENT:
-            free.append(path)
+            unreadable[path] = size
             continue
         if found.control.journal_id != identity.uuid_bytes:
             raise CorruptionFound(
@@ -270,7 +274,7 @@ def _candidates(
                 "move the copy away"
             )
         candidates[epoch] = Candidate(path, fd, size, epoch, found.control, found.header.file_bytes)
-    return candidates, free
+    return candidates, unreadable
 
 
 def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) -> Scan:
@@ -359,15 +363,18 @@ def _refuse_shortened(candidate: Candidate) -> None:
         )
 
 
-def _refuse_damaged_tail(
-    ops: FileOps, newest: Candidate, tail: Scan, beyond: Beyond, salt: int
-) -> None:
-    if beyond.durable_lsn > tail.last_lsn:
-        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+def _suspects(unreadable: dict[Path, int]) -> str:
+    """Which files may be what is missed, cut down to nothing or overwritten."""
+    named = ", ".join(f"{path.name} of {size} bytes" for path, size in unreadable.items())
+    return f" (no first frame can be read in {named})" if named else ""
+
+
+def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, int]) -> None:
     if tail.sealed:
         raise CorruptionFound(
             f"segment {newest.path} is sealed but the one after it (epoch {newest.epoch + 1}, from LSN "
-            f"{tail.last_lsn + 1}) is missing or its first bytes are damaged; restore that file from a copy"
+            f"{tail.last_lsn + 1}) is missing or its first bytes are damaged{_suspects(unreadable)}; restore that file "
+            "from a copy"
         )
 
 
@@ -389,6 +396,7 @@ def _live(
     low_epoch: int,
     newest: int,
     damaged: dict[int, Path],
+    unreadable: dict[Path, int],
 ) -> list[Candidate]:
     """Segments low_epoch..newest without a gap, here or in the cold tier."""
     live: list[Candidate] = []
@@ -403,8 +411,8 @@ def _live(
             first = live[-1].start.last_lsn + 1 if live else 1
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
-                f"between {first} and {candidates[after].start.last_lsn} cannot be read; restore that file "
-                "from a copy"
+                f"between {first} and {candidates[after].start.last_lsn} cannot be read{_suspects(unreadable)}; restore "
+                "that file from a copy"
             )
         live.append(candidates[epoch])
     return live

@@ -113,6 +113,7 @@ class Judge:
     states: set[bytes] = field(default_factory=set)
     logs: set[Any] = field(default_factory=set)
     broken: Counter[str] = field(default_factory=Counter)
+    _judged: set[tuple[bytes, int, int]] = field(default_factory=set)
 
     def judge_all(self, states: Iterable[CrashState]) -> None:
         """Raises Broken at the first promise that was not kept."""
@@ -132,13 +133,14 @@ class Judge:
 
     def judge(self, state: CrashState) -> None:
         mark = digest_of(state.image)
-        acked = state.notes.get("acked", -1)
-        if mark in self.states:
+        acked, recorded = state.notes.get("acked", -1), state.notes.get("recorded", 0)
+        if (mark, acked, recorded) in self._judged:
             return
+        self._judged.add((mark, acked, recorded))
         self.states.add(mark)
         where = f"after {state.after_ops} operations, {state.story}: "
         try:
-            key = acked, *self._log_in(SimDisk(state.image))
+            key = acked, *self._log_in(SimDisk(state.image), recorded)
             if key not in self.logs:
                 self.logs.add(key)
                 self._live_on(SimDisk(state.image), acked)
@@ -172,13 +174,19 @@ class Judge:
         finally:
             bench.close()
 
-    def _log_in(self, disk: SimDisk) -> tuple[Any, ...]:
+    def _log_in(self, disk: SimDisk, recorded: int) -> tuple[Any, ...]:
         """What a recovery finds: the chain covers every frame of the log, the digests every checkpoint, stub and
         object; where frames are said to lie is apart from that."""
         store = FolderStore(COLD, disk)
         with Journal.open(
             FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True, store=store, clock=STILL
         ) as journal:
+            known_durable = journal.recovered.recorded_durable_lsn
+            require(
+                known_durable >= recorded,
+                LOST,
+                f"LSN {recorded} was recorded as durable, of which the log knows {known_durable}",
+            )
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
             places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]
             known = {journal.cold.object_name(epoch) for epoch in journal.cold.stubs}

@@ -35,7 +35,13 @@ from fabric_pipelines.testing.broker_bench import (
     tasks_of,
 )
 from fabric_pipelines.testing.disk_bench import DiskBench
-from fabric_pipelines.testing.sim_disk import SECTOR_BYTES, ContentOp, SimDisk, Write
+from fabric_pipelines.testing.sim_disk import (
+    SECTOR_BYTES,
+    ContentOp,
+    ProcessKilled,
+    SimDisk,
+    Write,
+)
 
 SEGMENT_BYTES = 5 * 4096
 SLOW = "slow@engine"
@@ -184,6 +190,11 @@ class Life:
         self.bench.crash()
         self.promise()
 
+    def rest(self) -> None:
+        """Nothing to do: from here on the log itself knows what of it is durable."""
+        self.bench.owner.idle()
+        self.disk.note("recorded", self.bench.disk.durable_lsn)
+
     def _note(self) -> None:
         """What there is to see before this process ends."""
         upkeep, tiering = self.bench.owner.upkeep, self.bench.tiering
@@ -205,6 +216,7 @@ class Life:
         kept = frozenset(first[:1])
         self.land(keep=kept)
         self.bench.owner.nack("w", np.array(self.lease(2)), "given back", False)
+        self.rest()
         self.submit(2, [5, 4], upto=1)
         self.restart()
         self.submit(2, [5, 4])
@@ -237,6 +249,7 @@ class Life:
         self.land(keep=kept)
         self.lose_a_group_before_one_that_stays()
         self.submit(10, [3])
+        self.die_in_a_roll()
         self.report(self.lease(2))
         self.land(keep=kept)
 
@@ -258,6 +271,19 @@ class Life:
         self.land()
         self.requeue(ids)
         self.report(self.lease(1))
+
+    def die_in_a_roll(self) -> None:
+        """The process is killed between the write of the SEAL frame and its sync; the next one finds it in the cache."""
+        self._note()
+        self.disk.kill_at_sync(1)  # the first is that of the new segment
+        try:
+            self.bench.disk.roll()
+        except ProcessKilled:
+            self.disk.restart()
+        else:
+            raise AssertionError("the roll was over before it was to be cut short")
+        self.bench.crash()
+        self.promise()
 
     def lose_a_group_before_one_that_stays(self) -> None:
         """A power cut takes the front of one group and leaves the whole one behind it, which the recovery must cut. What

@@ -142,6 +142,7 @@ class SimDisk:
         self._lying = frozenset(lying)
         self._failing = dict(failing or {})
         self._killed_at = killed_at
+        self._syncs_left: int | None = None
         self._inode = max(self.start.contents.keys() | self.start.entries.values(), default=0)
         self._open: dict[int, int] = {}
         self._descriptor = 100
@@ -149,8 +150,12 @@ class SimDisk:
     def note(self, name: str, value: int) -> None:
         self.log.append(Note(name, value))
 
+    def kill_at_sync(self, count: int) -> None:
+        """The process dies before the fdatasync that comes after `count` others from now on."""
+        self._syncs_left = count
+
     def restart(self) -> None:
-        self._killed_at = None
+        self._killed_at = self._syncs_left = None
         self._open.clear()
 
     def cut_power(self, survives: Callable[[list[ContentOp]], list[ContentOp]]) -> None:
@@ -269,6 +274,11 @@ class SimDisk:
         if number in self._failing:
             code = self._failing[number]
             raise OSError(code, errno.errorcode[code])
+        if name == "fdatasync" and self._syncs_left is not None:
+            self._syncs_left -= 1
+            if self._syncs_left < 0:
+                self._killed_at = number
+                raise ProcessKilled(f"before call {number}, {name}")
 
     def _sync(self, name: str, inode: int) -> None:
         try:

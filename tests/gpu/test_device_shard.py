@@ -48,6 +48,10 @@ def test_a_loaded_generation_answers_as_the_maps_do_and_gives_its_memory_back(
     gpu: Gpu, built: tuple[MemoryVectorStore, Path], dtype: str
 ) -> None:
     store, root = built
+    with shards.open_shard(store, root, "notes", device="cuda", dtype=dtype) as there:
+        there.search(
+            questions(), 10
+        )  # what libraries keep for the life of the process is taken here
     gpu.trim()
     free = gpu.memory().free_bytes
     with (
@@ -61,8 +65,7 @@ def test_a_loaded_generation_answers_as_the_maps_do_and_gives_its_memory_back(
         assert there.copy.rows.dtype == np.dtype(dtype)
         held = free - gpu.memory().free_bytes
         assert held >= there.copy.rows.nbytes
-    # cuBLAS keeps its own workspace for the life of the process
-    assert free - gpu.memory().free_bytes < max(64 << 20, held // 2)
+    assert free - gpu.memory().free_bytes < 4 << 20
 
 
 def test_what_the_pool_takes_stays_below_what_was_counted(

@@ -362,6 +362,18 @@ def test_without_a_crc_test_against_crashes_a_crash_breaks_a_promise(
     RED.setdefault(str(site), []).append(f"red in the enumeration of crashes ({broken.value.kind})")
 
 
+def test_without_all_the_others_at_once_no_crash_breaks_a_promise(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is true that they stand against other things than crashes: copies, rot, a store, a wire."""
+    for site in SITES:
+        if key_of(site) in NO_CRASH:
+            take_out(site, monkeypatch)
+    judge = Judge(life)
+    judge.judge_all(states_of(life.disk, seed=0, subsets=0, torn=0))
+    assert len(judge.states) >= 3000
+
+
 def test_every_comparison_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The list for the reader of a log; complete whenever this file ran whole."""
     with capsys.disabled():

@@ -56,14 +56,16 @@ def sizes_around(borders: list[int]) -> list[int]:
 
 
 def require_refused(folder: Path, cut: Path, opening: Opening) -> None:
-    """By the file's name and both sizes, with nothing written anywhere."""
+    """By the file's name, its size and the one it had, with nothing written anywhere."""
     size, before = cut.stat().st_size, bytes_in(folder)
     with pytest.raises(CorruptionFound) as refused:
         opening(folder)
     said = str(refused.value)
     assert "restore" in said
-    if size >= 128:  # below that even its SEGMENT frame is gone
-        assert all(word in said for word in (str(cut), f"to {size} bytes", f"is {SEGMENT_BYTES}"))
+    expected = (str(cut), f"cut short to {size} bytes", f"its size is {SEGMENT_BYTES}")
+    if size < 128:  # even the frame that names its size is gone
+        expected = (f"no first frame can be read in {cut.name} of {size} bytes",)
+    assert all(words in said for words in expected), said
     assert bytes_in(folder) == before
 
 
