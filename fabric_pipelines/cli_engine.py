@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fabric_pipelines.console import emit, settings_of
+from fabric_pipelines.errors import BrokerUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from fabric_pipelines.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Engines: inspect, build, fingerprint.")
 
+LANE_SHAPE = re.compile(r"len(\d+)")  # of single-pass work; broker.lanes.Lane.name
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Name = Annotated[str, typer.Argument(help="model@runtime")]
 Device = Annotated[str, typer.Option(help="cpu or cuda, for engines that run on either.")]
@@ -70,12 +77,24 @@ def engine_build(
     eos: Annotated[
         list[int] | None, typer.Option(help="Token that ends a generation; repeatable.")
     ] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option(help="TensorRT: layer to give the states of; repeatable.")
+    ] = None,
+    lane: Annotated[
+        list[int] | None,
+        typer.Option(help="TensorRT: length of a lane; repeatable. Else the broker's lanes."),
+    ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="TensorRT: a card to build for, as 9.0; else the one at hand."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make an engine ready to open: convert a model of the catalogue, or describe a checkpoint folder."""
+    """Make an engine ready to open: convert a model, describe a checkpoint folder, or build a TensorRT plan."""
     from fabric_pipelines.telemetry import ProgressBoard
-    from fabric_pipelines.worker.engines.building import Declared, build
-    from fabric_pipelines.worker.engines.inspection import inspect
+    from fabric_pipelines.worker.engines.building import Declared, PlanTarget, build
+    from fabric_pipelines.worker.engines.inspection import built
+    from fabric_pipelines.worker.engines.registry import plan_runtime
 
     settings = settings_of(ctx)
     declared = Declared(
@@ -86,8 +105,50 @@ def engine_build(
         max_input_len,
         max_seq_len,
     )
+    capabilities = tuple(_capability(text) for text in compute_capability or ())
+    lanes = tuple(lane or ())
+    if not lanes and plan_runtime(name) is not None:
+        lanes = _lanes_in_use(settings, name)
+    target = PlanTarget(tuple(layer or ()), lanes, capabilities)
     with ProgressBoard(sys.stderr) as board:
-        build(name, declared, cache=settings.models, eos_ids=tuple(eos or ()), progress=board)
-    answer = inspect(name, cache=settings.models, threads=settings.threads)
-    kept = ("engine", "fingerprint", "folder", "manifest")
-    emit({key: answer[key] for key in kept}, as_json)
+        folder = build(
+            name,
+            declared,
+            target,
+            cache=settings.models,
+            eos_ids=tuple(eos or ()),
+            progress=board,
+        )
+    emit(built(name, folder), as_json)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdigit() and minor.isdigit()):
+        raise UsageError(f"--compute-capability takes a number as 9.0, not {text!r}")
+    return int(major), int(minor)
+
+
+def _lanes_in_use(settings: Settings, name: str) -> tuple[int, ...]:
+    """Lengths of the broker's lanes of single-pass work for this model, whichever engine they were submitted to."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    try:
+        with BrokerClient.of(settings, role="admin") as client:
+            lanes = client.status().lanes
+    except BrokerUnavailable as fault:
+        raise UsageError(
+            f"say with --lane for which lengths {name} is built, or start the broker whose lanes are meant ({fault})"
+        ) from fault
+    return lane_lengths((str(row["lane"]) for row in lanes), name.partition("@")[0])
+
+
+def lane_lengths(lanes: Iterable[str], model: str) -> tuple[int, ...]:
+    """From lane names, tenant/engine/sampling/len<length>, those of `model`'s single-pass work."""
+    found = set()
+    for lane in lanes:
+        parts = lane.split("/")
+        shape = LANE_SHAPE.match(parts[-1])
+        if shape and "/".join(parts[1:-2]).partition("@")[0] == model:
+            found.add(int(shape[1]))
+    return tuple(sorted(found))

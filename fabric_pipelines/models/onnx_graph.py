@@ -173,3 +173,45 @@ def truncated(path: Path, last: str) -> bytes:
     graph.output.extend(outputs)
     graph.initializer.extend(weights)
     return bytes(model.SerializeToString())
+
+
+def pooled(path: Path, layers: Sequence[int]) -> bytes:
+    """The packed trunk at `path` with pooling behind it: beside ids, seg, pos it takes weight[T] (float32, of each
+    token in its own sequence's result) and rows[S] (int64, 0..S-1), and gives pooled_<layer>[S, dim] for each
+    of `layers`. 1/length in `weight` makes a mean, 1 at the last token only picks it. What leaves a device is
+    then a row a sequence. Weights stay in the trunk's side file."""
+    import onnx
+
+    helper, tensor = onnx.helper, onnx.TensorProto
+    chosen = list(dict.fromkeys(layers))
+    model = onnx.load_from_string(truncated(path, f"hidden_{max(chosen)}"))
+    graph = model.graph
+    dims = {value.name: value.type.tensor_type.shape.dim[1].dim_value for value in graph.output}
+    zero = onnx.numpy_helper.from_array(np.zeros((), np.float32), "pool_zero")
+    first, second = (
+        onnx.numpy_helper.from_array(np.array([axis]), f"pool_axis_{axis}") for axis in (0, 1)
+    )
+    graph.initializer.extend([zero, first, second])
+    steps = [
+        ("Unsqueeze", ["rows", "pool_axis_1"], "pool_rows"),
+        ("Unsqueeze", ["seg", "pool_axis_0"], "pool_seg"),
+        ("Equal", ["pool_rows", "pool_seg"], "pool_held"),
+        ("Unsqueeze", ["weight", "pool_axis_0"], "pool_weight"),
+        ("Where", ["pool_held", "pool_weight", "pool_zero"], "pool"),
+        *(("MatMul", ["pool", f"hidden_{layer}"], f"pooled_{layer}") for layer in chosen),
+    ]
+    graph.node.extend(helper.make_node(kind, inputs, [name]) for kind, inputs, name in steps)
+    graph.input.extend(
+        [
+            helper.make_tensor_value_info("weight", tensor.FLOAT, ["T"]),
+            helper.make_tensor_value_info("rows", tensor.INT64, ["S"]),
+        ]
+    )
+    del graph.output[:]
+    graph.output.extend(
+        helper.make_tensor_value_info(
+            f"pooled_{layer}", tensor.FLOAT, ["S", dims[f"hidden_{layer}"]]
+        )
+        for layer in chosen
+    )
+    return bytes(model.SerializeToString(deterministic=True))

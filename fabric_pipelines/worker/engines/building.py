@@ -1,11 +1,13 @@
 """Building: make the folder that an engine is opened from, each kind in its own way.
 
 The shipped engines are converted from the catalogue's models and know their sizes; a checkpoint (vllm, transformers)
-is described where it lies, and all of its sizes and quantisations must be said: a manifest has no defaults.
+is described where it lies, and all of its sizes and quantisations must be said: a manifest has no defaults. A TensorRT
+plan is built from a model's ONNX trunk, for a card and for the lanes in use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,13 +16,25 @@ from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency, UsageError
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.telemetry import ProgressBoard
+from fabric_pipelines.worker.engines import tensorrt_plan
 from fabric_pipelines.worker.engines.checkpoint import CHECKPOINTS, describe
-from fabric_pipelines.worker.engines.registry import checkpoint_runtime, engine_spec
+from fabric_pipelines.worker.engines.plans import PLANS, card_capability, folder_name
+from fabric_pipelines.worker.engines.registry import (
+    checkpoint_runtime,
+    engine_folder,
+    engine_spec,
+    plan_runtime,
+)
+
+TRUNK_PART, GRAPH = (
+    "onnxruntime-fp32",
+    "trunk.onnx",
+)  # TensorRT gets the file that ONNX Runtime runs
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a caller says of a checkpoint; None = not said. Names are those of the manifest."""
+    """What a caller says of an engine's sizes; None = not said. Names are those of the manifest."""
 
     weight_quantisation: str | None = None
     kv_quantisation: str | None = None
@@ -38,25 +52,60 @@ class Declared:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """What a TensorRT plan is for. layers: whose states it gives; lanes: aligned lengths of the tasks to come;
+    capabilities: of the cards, e.g. (9, 0); none: the card at hand."""
+
+    layers: tuple[int, ...] = ()
+    lanes: tuple[int, ...] = ()
+    capabilities: tuple[tuple[int, int], ...] = ()
+
+    def options(self) -> list[str]:
+        named = (
+            ("--layer", self.layers),
+            ("--lane", self.lanes),
+            ("--compute-capability", self.capabilities),
+        )
+        return [name for name, value in named if value]
+
+
+NO_TARGET = PlanTarget()
+
+
 def build(
     name: str,
     declared: Declared,
+    target: PlanTarget = NO_TARGET,
     *,
     cache: Path,
     eos_ids: tuple[int, ...] = (),
     progress: ProgressBoard | None = None,
-) -> None:
-    """Make the engine `name` ready to open; idempotent. UsageError names what must, or may not, be said."""
-    runtime = checkpoint_runtime(name)
-    if runtime is None:
-        given = [*declared.options(said=True), *(["--eos"] if eos_ids else [])]
-        spec = engine_spec(name)
-        if given:
-            raise UsageError(
-                f"{', '.join(given)} cannot be chosen for {name}: its conversion fixes them"
-            )
-        models.pull(spec.model, cache, progress=progress)
-        return
+) -> Path:
+    """Make the engine `name` ready to open and say where it lies; idempotent. UsageError names what must, or may not,
+    be said."""
+    ends = ["--eos"] if eos_ids else []
+    if plan_runtime(name) is not None:
+        _refuse(name, ends, "it generates nothing")
+        return _build_plan(name, declared, target, cache, progress)
+    if checkpoint_runtime(name) is not None:
+        _refuse(name, target.options(), "it is no TensorRT plan")
+        return _describe_checkpoint(name, declared, cache, eos_ids)
+    spec = engine_spec(name)
+    given = [*declared.options(said=True), *ends, *target.options()]
+    _refuse(name, given, "its conversion fixes them")
+    models.pull(spec.model, cache, progress=progress)
+    return engine_folder(name, cache)
+
+
+def _refuse(name: str, given: Sequence[str], why: str) -> None:
+    if given:
+        raise UsageError(f"{', '.join(given)} cannot be chosen for {name}: {why}")
+
+
+def _describe_checkpoint(
+    name: str, declared: Declared, cache: Path, eos_ids: tuple[int, ...]
+) -> Path:
     missing = declared.options(said=False)
     if missing:
         raise UsageError(f"building {name} needs {', '.join(missing)}: a manifest has no defaults")
@@ -73,11 +122,51 @@ def build(
             declared.max_input_len or 0,
             declared.max_seq_len or 0,
         ),
-        version=_installed(runtime),
+        version=_installed(str(checkpoint_runtime(name))),
         weight_quantisation=declared.weight_quantisation,
         kv_quantisation=declared.kv_quantisation,
         eos_ids=eos_ids,
     )
+    return folder
+
+
+def _build_plan(
+    name: str,
+    declared: Declared,
+    target: PlanTarget,
+    cache: Path,
+    progress: ProgressBoard | None,
+) -> Path:
+    step_options = ("--max-batch-size", "--max-num-tokens")
+    others = [option for option in declared.options(said=True) if option not in step_options]
+    _refuse(name, others, "they follow from the trunk and the step")
+    missing = [option for option in declared.options(said=False) if option in step_options]
+    missing += [
+        option
+        for option, value in (("--layer", target.layers), ("--lane", target.lanes))
+        if not value
+    ]
+    if missing:
+        raise UsageError(f"building {name} needs {', '.join(missing)}")
+    runtime = str(plan_runtime(name))
+    trt = tensorrt_plan.import_runtime(runtime)
+    model = name.partition("@")[0]
+    models.pull(model, cache, progress=progress)
+    trunk = models.part_folder(model, TRUNK_PART, cache)
+    capabilities = target.capabilities or (card_capability(),)
+    folder = cache / PLANS / name / folder_name(capabilities)
+    tensorrt_plan.build_plan(
+        trt,
+        trunk / GRAPH,
+        folder,
+        runtime=runtime,
+        layers=target.layers,
+        lanes=target.lanes,
+        step=tensorrt_plan.Step(declared.max_num_tokens or 0, declared.max_batch_size or 0),
+        vocab_size=models.contents(trunk)["facts"]["vocab_size"],
+        capabilities=capabilities,
+    )
+    return folder
 
 
 def _installed(runtime: str) -> str:

@@ -14,6 +14,7 @@ from fabric_pipelines import models
 from fabric_pipelines.screen import plain
 from fabric_pipelines.worker.engines.agreement import Told
 from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
 
 
@@ -50,6 +51,17 @@ def _said(engine: Engine, folder: Path, told: Mapping[str, Told]) -> dict[str, A
             field: {"value": word.value, "at_most": word.at_most, "who": word.who}
             for field, word in told.items()
         },
+    }
+
+
+def built(name: str, folder: Path) -> dict[str, Any]:
+    """Keys engine, fingerprint, folder, manifest of a folder that was just made."""
+    read = read_folder(folder)
+    return {
+        "engine": name,
+        "fingerprint": read.fingerprint,
+        "folder": str(folder),
+        "manifest": read.manifest.as_json(),
     }
 
 

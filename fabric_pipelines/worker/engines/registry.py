@@ -19,6 +19,7 @@ from fabric_pipelines.ids import digest
 from fabric_pipelines.worker.engines.checkpoint import checkpoint_folder
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
+from fabric_pipelines.worker.engines.plans import plan_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ def _transformers(name: str, folder: EngineFolder, threads: int, device: str) ->
     from fabric_pipelines.worker.engines.transformers import transformers_engine
 
     return transformers_engine(name, folder, threads, device)
+
+
+def _tensorrt(name: str, folder: EngineFolder) -> Engine:
+    from fabric_pipelines.worker.engines.tensorrt import TensorRtEngine
+
+    return TensorRtEngine(name, folder)
 
 
 # Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
@@ -122,6 +129,12 @@ ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
 )
 
 
+def plan_runtime(name: str) -> str | None:
+    """ "tensorrt" or "tensorrt_rtx" for an engine that is a built plan, else None."""
+    runtime = name.partition("@")[2].partition("-")[0]
+    return runtime if runtime in ("tensorrt", "tensorrt_rtx") else None
+
+
 def engine_spec(name: str) -> EngineSpec:
     """The registry's entry; UsageError names the engines that exist."""
     try:
@@ -142,6 +155,8 @@ def construct_engine(name: str, *, cache: Path, threads: int, device: str = "cpu
     """As open_engine, without loading: manifest and fingerprint are known, no device is touched. device: "cpu" or
     "cuda", for engines that run on either."""
     folder = read_folder(engine_folder(name, cache))
+    if plan_runtime(name) is not None:
+        return _tensorrt(name, folder)
     threads = threads or len(os.sched_getaffinity(0))
     runtime = checkpoint_runtime(name)
     if runtime is not None:
@@ -153,6 +168,8 @@ def engine_folder(name: str, cache: Path) -> Path:
     """Where the engine lies in the model cache; ModelMissing when it was not built there."""
     if checkpoint_runtime(name) is not None:
         return checkpoint_folder(name, cache)
+    if plan_runtime(name) is not None:
+        return plan_folder(name, cache)
     spec = engine_spec(name)
     return models.part_folder(spec.model, spec.part, cache)
 

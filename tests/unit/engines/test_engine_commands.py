@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fabric_pipelines import cli
+from fabric_pipelines.cli_engine import lane_lengths
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.worker.engines import building, registry
+from tests.unit.engines.tensorrt_over_standin import TensorRtOverStandin
 from tests.unit.engines.vllm_over_standin import CONFIG
 
 pytestmark = pytest.mark.usefixtures("tiny_known")
@@ -137,6 +139,43 @@ def test_a_checkpoint_with_a_wrong_size_is_refused_by_field_and_nothing_is_writt
     assert refused.exit_code == 4
     assert "max_batch_size must be a positive integer" in refused.stderr
     assert not (cache / "checkpoints" / CHECKPOINT / "manifest.json").exists()
+
+
+def test_building_a_plan_takes_the_models_trunk_layers_lanes_and_a_step(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tiny-llama@tensorrt-fp32"
+    TensorRtOverStandin(tmp_path, tmp_path, monkeypatch).module()
+    step = ("--max-num-tokens", "64", "--max-batch-size", "4")
+    chosen = ("--layer", "2", "--layer", "0", "--compute-capability", "9.0")
+    for arguments, says in (
+        ((*chosen, *step, "--lane", "8", "--eos", "2"), "--eos cannot be chosen"),
+        ((*chosen, *step, "--lane", "8", "--max-seq-len", "9"), "--max-seq-len cannot be chosen"),
+        ((*chosen, "--lane", "8"), "needs --max-batch-size, --max-num-tokens"),
+        ((*step, "--lane", "8"), "needs --layer"),
+        ((*chosen, *step), "or start the broker whose lanes are meant"),
+        ((*step, "--compute-capability", "9"), "takes a number as 9.0, not '9'"),
+    ):
+        refused = fabric("build", name, *arguments)
+        assert refused.exit_code == 2
+        assert says in refused.stderr
+    built = answer("build", name, *chosen, *step, "--lane", "8")
+    assert built["manifest"]["version"] == "tensorrt 11.4.0.106"
+    assert Path(built["folder"]).name == "sm_90"
+    read = answer("inspect", name)
+    assert (read["fingerprint"], read["kinds"]) == (built["fingerprint"], ["hidden"])
+    assert answer("fingerprint", name)["files"] == 1
+
+
+def test_the_lanes_in_use_are_the_lengths_of_the_models_single_passes() -> None:
+    lanes = [
+        "own/tiny-llama@onnxruntime-fp32/0123456789abcdef/len64",
+        "own/tiny-llama@tensorrt/0123456789abcdef/len8!0",
+        "own/tiny-llama@ctranslate2-int8/0123456789abcdef/out32",
+        "own/other@onnxruntime-fp32/0123456789abcdef/len128",
+        "own/tiny-llama@onnxruntime-fp32/0123456789abcdef/len*",
+    ]
+    assert lane_lengths(lanes, "tiny-llama") == (8, 64)
 
 
 def test_an_engine_or_a_folder_that_is_not_there_is_one_sentence(cache: Path) -> None:
