@@ -12,9 +12,8 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.journal.damage import next_magic, places, told
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
@@ -22,7 +21,6 @@ from fabric_pipelines.journal.frame import (
     CONTROL_FRAME_BYTES,
     CONTROL_KINDS,
     DURABLE,
-    MAGIC,
     OPENED,
     SEAL,
     SEGMENT,
@@ -35,10 +33,8 @@ from fabric_pipelines.journal.index import read_index
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     SUFFIX,
-    WINDOW_BYTES,
     Found,
     Segment,
-    Source,
     Window,
     frame_at,
 )
@@ -125,7 +121,9 @@ def recover(
     salt = salt_of(identity.uuid_bytes)
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
-    _refuse_damaged_tail(newest, tail, beyond, unreadable)
+    if beyond.durable_lsn > tail.last_lsn:
+        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+    _refuse_sealed_tail(newest, tail, unreadable)
     free = [*unreadable]
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
     stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
@@ -137,7 +135,7 @@ def recover(
     scans = [_scan_of(ops, candidate, identity, salt, lazy) for candidate in live[:-1]]
     scans.append(tail)
     untouched = tail.end == FIRST_FRAME_OFFSET and beyond.frames == 0
-    unfinished = _require_joined(live, scans, untouched)
+    unfinished = _require_joined(ops, live, scans, untouched, salt)
     segments = [
         Segment(
             path=candidate.path,
@@ -342,7 +340,7 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
     """Look at every 64-byte slot from `start` on for whole frames of `epoch`."""
     frames = last_lsn = durable_lsn = 0
     offset = start
-    while (offset := _next_magic(window, offset)) < window.size:
+    while (offset := next_magic(window, offset)) < window.size:
         found = frame_at(window, offset, epoch=epoch, salt=salt)
         if found is None:
             offset += ALIGNMENT
@@ -353,21 +351,6 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
             durable_lsn = max(durable_lsn, found.control.durable_lsn)
         offset += found.header.frame_bytes
     return Beyond(frames, last_lsn, durable_lsn)
-
-
-def _next_magic(source: Source, offset: int) -> int:
-    """First slot at or after `offset` that begins with the magic, or a number past the end."""
-    magic = int.from_bytes(MAGIC, "little")
-    while True:
-        span = source.at(offset, WINDOW_BYTES)
-        usable = len(span) // ALIGNMENT * ALIGNMENT
-        if not usable:
-            return offset + ALIGNMENT
-        slots = np.frombuffer(span[:usable], "<u4")[:: ALIGNMENT // 4]
-        hits = np.flatnonzero(slots == magic)
-        if len(hits):
-            return offset + int(hits[0]) * ALIGNMENT
-        offset += usable
 
 
 def _refuse_shortened(candidate: Candidate) -> None:
@@ -386,20 +369,25 @@ def _suspects(unreadable: dict[Path, int]) -> str:
     return f" (no first frame can be read in {named})" if named else ""
 
 
-def _refuse_damaged_tail(
-    newest: Candidate, tail: Scan, beyond: Beyond, unreadable: dict[Path, int]
-) -> None:
-    if beyond.durable_lsn > tail.last_lsn:
-        raise CorruptionFound(
-            f"segment {newest.path} is damaged at offset {tail.end}: LSN {tail.last_lsn + 1}.."
-            f"{beyond.durable_lsn} were acknowledged and cannot be read; restore the file from a copy"
-        )
+def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, int]) -> None:
     if tail.sealed:
         raise CorruptionFound(
             f"segment {newest.path} is sealed but the one after it (epoch {newest.epoch + 1}, from LSN "
             f"{tail.last_lsn + 1}) is missing or its first bytes are damaged{_suspects(unreadable)}; restore that file "
             "from a copy"
         )
+
+
+def _damaged(ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int) -> str:
+    """What is wrong behind the last whole group, frame by frame; all of it where each frame is whole by itself."""
+    window, first = Window(ops, candidate.fd, candidate.size), scan.last_lsn + 1
+    how = {"epoch": candidate.epoch, "salt": salt, "first_lsn": first, "last_lsn": last_lsn}
+    if found := list(places(window, scan.end, **how)):
+        return told(candidate.path, found)
+    return (
+        f"segment {candidate.path} is damaged at offset {scan.end}: LSN {first}..{last_lsn} were acknowledged and "
+        "cannot be read; restore the file from a copy"
+    )
 
 
 def _live(
@@ -430,16 +418,15 @@ def _live(
     return live
 
 
-def _require_joined(live: list[Candidate], scans: list[Scan], newest_untouched: bool) -> bool:
+def _require_joined(
+    ops: FileOps, live: list[Candidate], scans: list[Scan], newest_untouched: bool, salt: int
+) -> bool:
     """Each segment must end where the next begins. Returns whether the last roll was cut short before its
     SEAL, which only an untouched newest segment allows."""
     for index, (candidate, scan) in enumerate(zip(live[:-1], scans[:-1], strict=True)):
         following = live[index + 1].start
         if scan.last_lsn != following.last_lsn or scan.chain != following.chain:
-            raise CorruptionFound(
-                f"segment {candidate.path} is damaged at offset {scan.end}: LSN {scan.last_lsn + 1}.."
-                f"{following.last_lsn} were acknowledged and cannot be read; restore the file from a copy"
-            )
+            raise CorruptionFound(_damaged(ops, candidate, scan, following.last_lsn, salt))
         if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
             raise CorruptionFound(
                 f"segment {candidate.path} lost its SEAL frame at offset {scan.end} (LSN {scan.last_lsn}); "
