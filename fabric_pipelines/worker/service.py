@@ -57,10 +57,11 @@ def run_engine(
     name: str, settings: Settings, *, device: str, until_idle: bool = False
 ) -> dict[str, Any]:
     """The registry's engine `name` as a worker; the exit line's counters."""
-    if device_kind(device) == "cuda":
+    kind = device_kind(device)
+    if kind == "cuda":
         # Before any CUDA library loads: the process then sees one card, as its device 0.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.partition(":")[2])
-    engine = construct_engine(name, cache=settings.models, threads=settings.threads)
+    engine = construct_engine(name, cache=settings.models, threads=settings.threads, device=kind)
     return run_worker(engine, settings, device=device, until_idle=until_idle)
 
 

@@ -367,11 +367,16 @@ def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasin
     bench.settle()
     (frame,) = bench.owner.scrub_report().damaged
     first = state.first_task_id
-    assert (frame.segment, frame.lsn) == (segment.path.name, lsn)
+    assert (frame.segment, frame.lsn) == (str(segment.path), lsn)
     assert (frame.tasks, frame.task_ids) == (10, f"{first}-{first + 9}")  # type: ignore[operator]
     assert frame.live == 10
     with pytest.raises(BalanceBroken, match=segment.path.name):
         bench.lease()
+    flip(segment.path, segment.offsets[lsn - segment.first_lsn] + 700)
+    bench.settle()
+    assert bench.owner.scrub_report().ok
+    assert bench.owner.core.fault == "", "restored in place, and seen to be"
+    assert bench.owner.status().counters["frames_repaired"] == 1
 
 
 def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: DiskBench) -> None:
@@ -382,7 +387,7 @@ def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: D
     flip(segment.path, segment.offsets[1] + 700)
     bench.settle()
     (frame,) = bench.owner.scrub_report().damaged
-    assert (frame.segment, frame.tasks, frame.live) == (segment.path.name, 10, 0)
+    assert (frame.segment, frame.tasks, frame.live) == (str(segment.path), 10, 0)
     assert bench.owner.core.fault == ""
     bench.checkpoint()
     assert bench.owner.scrub_report().ok
