@@ -70,6 +70,12 @@ def _transformers(name: str, folder: EngineFolder, threads: int, device: str) ->
     return transformers_engine(name, folder, threads, device)
 
 
+def _tensorrt_llm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+    from fabric_pipelines.worker.engines.tensorrt_llm import TensorRtLlmEngine
+
+    return TensorRtLlmEngine(name, folder)
+
+
 def _tensorrt(name: str, folder: EngineFolder) -> Engine:
     from fabric_pipelines.worker.engines.tensorrt import TensorRtEngine
 
@@ -78,7 +84,7 @@ def _tensorrt(name: str, folder: EngineFolder) -> Engine:
 
 # Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
 CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, int, str], Engine]] = (
-    MappingProxyType({"vllm": _vllm, "transformers": _transformers})
+    MappingProxyType({"vllm": _vllm, "transformers": _transformers, "tensorrt_llm": _tensorrt_llm})
 )
 
 
