@@ -62,8 +62,10 @@ class Range:
     most: int
     step: int = 1
 
-    def __contains__(self, number: int) -> bool:
-        return self.least <= number <= self.most and number % self.step == 0
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most and value % self.step == 0
 
     def __str__(self) -> str:
         steps = "" if self.step == 1 else f", a multiple of {self.step}"
@@ -77,8 +79,8 @@ class Form:
     pattern: re.Pattern[str]
     words: str
 
-    def __contains__(self, text: str) -> bool:
-        return self.pattern.fullmatch(text) is not None
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and self.pattern.fullmatch(value) is not None
 
     def __str__(self) -> str:
         return self.words
@@ -391,9 +393,11 @@ def _convert(value: Any, kind: type) -> Any:
 
 def _require(name: str, value: Any, default: Any, within: Range | Form) -> None:
     """Raise SettingsError, naming the range, for a value out of it or of another type than the default's."""
-    kind = Path if isinstance(default, Path) else type(default)
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if fits and (str(value) if kind is Path else value) in within:
+    if isinstance(default, Path):
+        fits = isinstance(value, Path) and str(value) in within
+    else:
+        fits = value in within
+    if fits:
         return
     shown = redact(str(value)) if isinstance(value, str | Path) else value
     found = repr(shown) if len(repr(shown)) <= SHOWN_MAX else f"{repr(shown)[:SHOWN_MAX]}..."
