@@ -62,19 +62,20 @@ def test_an_engine_whose_fingerprint_changes_on_opening_leases_nothing(
 
 
 def test_a_measured_profile_is_declared_and_one_beyond_the_manifest_is_refused(
-    home_settings: Settings,
+    home_settings: Settings, tmp_path: Path
 ) -> None:
+    settings = replace(home_settings, models=tmp_path)  # the usual model cache is the user's own
     engine = ScriptedEngine()
     engine.open()
     found = probe(engine, device="cpu:0", vocab_size=100, layer=1)
-    keep(found, home_settings.models)
+    keep(found, settings.models)
     fresh = ScriptedEngine()
-    with _opened(fresh, home_settings, "cpu:0"):
+    with _opened(fresh, settings, "cpu:0"):
         assert fresh.profile == found.profile
-    keep(replace(found, profile=Profile(4, 999, 256, 64)), home_settings.models)
+    keep(replace(found, profile=Profile(4, 999, 256, 64)), settings.models)
     with (
         pytest.raises(ManifestRefused, match="max_num_tokens is 64, below the profile's 999"),
-        _opened(ScriptedEngine(), home_settings, "cpu:0"),
+        _opened(ScriptedEngine(), settings, "cpu:0"),
     ):
         pytest.fail("a profile beyond the manifest was taken")
 
