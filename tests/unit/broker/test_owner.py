@@ -378,6 +378,7 @@ def test_sessions_without_a_place_end_nobody(bench: Bench) -> None:
     bench.lease("first")
     attach_at(bench, "second", "", 200)
     bench.owner.renew("first")
+    assert bench.owner.core.counters["expired"] == 0
 
 
 def test_a_lost_lease_is_halved_until_the_killer_is_alone(bench: Bench) -> None:
