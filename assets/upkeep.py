@@ -166,8 +166,10 @@ def moved_shards(
         return dg.SkipReason(str(fault))
     instance = context.instance
     new = _new(instance, found)
+    # a partition has runs once it is there
+    known = [item for item in found if item.shard not in new]
     return dg.SensorResult(
-        run_requests=_wanted(instance, found),
+        run_requests=_wanted(instance, known),
         asset_events=observations(instance, found),
         dynamic_partitions_requests=[shard_names.build_add_request(new)] if new else [],
     )

@@ -44,10 +44,10 @@ def chosen(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _progress(progress: Mapping[str, Any]) -> str:
+def _progress(progress: Mapping[str, Any], held: str) -> str:
     done, total = progress["tokens_done"], progress["tokens_total"]
     rate = f", {progress['tokens_per_s']:,.0f} a second" if progress["tokens_per_s"] else ""
-    eta = "done" if done >= total else format_eta(progress["eta_s"])
+    eta = "done" if done >= total else held or format_eta(progress["eta_s"])
     return f"{done:,} of {total:,} tokens{rate}, {eta}"
 
 
@@ -68,12 +68,23 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
         "balance": "0 tasks, 0 tokens, 0 fingerprint" if not any(balance) else str(balance),
         "journal": _journal(broker["journal"]),
         "fault": broker["fault"] or "none",
-        "progress": _progress(broker["progress"]),
+        **_damage(broker["journal"]),
+        "progress": _progress(
+            broker["progress"],
+            "stopped" if broker["fault"] else "draining" if broker["draining"] else "",
+        ),
         "draining": broker["draining"],
         "lanes": len(broker["lanes"]),
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
         "tasks": [*by_engine.values(), total],
     }
+
+
+def _damage(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the log is known not to be what was written, and what keeps the cold tier from its work; nothing when
+    all is well."""
+    found = {"cold tier": figures.get("cold_fault"), "damaged": figures.get("damaged")}
+    return {name: item for name, item in found.items() if item}
 
 
 def _journal(figures: Mapping[str, Any]) -> str:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 ROWS_PER_BATCH = 8192  # a few MB of token ids: one journal frame, one bounded resend
+COUNT_MAX = (1 << 32) - 1  # of uint32, as token ids and caps travel
+SHOWN_MAX = 60  # characters of a wrong value in a sentence
 MAX_NEW_TOKENS = 128
 GREEDY: Mapping[str, Any] = {"kind": "generate", "temperature": 0.0, "top_k": 1, "seed": 0}
 EMBED: Mapping[str, Any] = {"kind": "embed", "pooling": "mean", "normalise": True}
@@ -243,13 +245,21 @@ def read_prompts(path: Path) -> Prompts:
         raise UsageError(f"{path} is not UTF-8 text: {fault}") from fault
     except OSError as fault:
         raise UsageError(f"{path} cannot be read: {fault.strerror}") from fault
+    if not any(line.strip() for line in lines):
+        raise UsageError(
+            f"{path} is empty, so there is nothing to submit: it takes "
+            + ("one JSON object a line" if path.suffix == ".jsonl" else "one text a line")
+        )
     if path.suffix != ".jsonl":
         return Prompts([line for line in lines if line.strip()], None, None, None)
     rows = [_json_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     metadata = [row.get("metadata") for row in rows]
+    texts, tokens = _column(path, rows, "text"), _column(path, rows, "tokens")
+    if texts is not None and tokens is not None:
+        raise UsageError(f"{path} has both text and tokens in its lines: leave one of them out")
     return Prompts(
-        _column(path, rows, "text"),
-        _column(path, rows, "tokens"),
+        texts,
+        tokens,
         _column(path, rows, "max_new_tokens"),
         [b"" if item is None else canonical_json(item) for item in metadata]
         if any(item is not None for item in metadata)
@@ -266,7 +276,7 @@ def _is_text(item: Any) -> bool:
 
 
 def _is_count(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 32
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= COUNT_MAX
 
 
 def _are_ids(item: Any) -> bool:
@@ -275,8 +285,8 @@ def _are_ids(item: Any) -> bool:
 
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("text", _is_text, "a string without lone surrogates"),
-    ("tokens", _are_ids, "a list of token ids"),
-    ("max_new_tokens", _is_count, "a whole number"),
+    ("tokens", _are_ids, f"a list of token ids, whole numbers from 0 to {COUNT_MAX}"),
+    ("max_new_tokens", _is_count, f"a whole number from 0 to {COUNT_MAX}"),
 )
 
 
@@ -289,8 +299,23 @@ def _json_line(path: Path, number: int, line: str) -> dict[str, Any]:
         raise UsageError(f"{path} line {number} must be an object with text or tokens")
     for name, fits, wanted in FIELDS:
         if name in row and not fits(row[name]):
-            raise UsageError(f"{path} line {number}: {name} must be {wanted}")
+            wrong = _wrong_of(name, row[name])
+            raise UsageError(f"{path} line {number}: {wrong}; {name} must be {wanted}")
     return row
+
+
+def _wrong_of(name: str, item: Any) -> str:
+    """Which value is at fault, as JSON; the id itself in a list of ids."""
+    if isinstance(item, list):
+        at = next((at for at, part in enumerate(item) if not _is_count(part)), None)
+        if at is not None:
+            return f"{name}[{at}] is {_shown(item[at])}"
+    return f"{name} is {_shown(item)}"
+
+
+def _shown(item: Any) -> str:
+    text = json.dumps(item)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
 
 
 def _column(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> list[Any] | None:
@@ -406,8 +431,12 @@ def _caps(kind: str, asked: int | Sequence[int] | None) -> int | Sequence[int]:
             raise UsageError(f"max_new_tokens belongs to generation; {kind!r} is a single pass")
         return 0
     caps = MAX_NEW_TOKENS if asked is None else asked
-    if min([caps] if isinstance(caps, int) else caps, default=0) < 1:
-        raise UsageError("max_new_tokens must be at least 1 for every task")
+    for row, cap in enumerate([caps] if isinstance(caps, int) else caps):
+        if cap < 1 or cap > COUNT_MAX or cap != int(cap):
+            which = "" if isinstance(caps, int) else f" of task {row}"
+            raise UsageError(
+                f"max_new_tokens{which} is {cap}; it must be a whole number from 1 to {COUNT_MAX}"
+            )
     return caps
 
 

@@ -1,6 +1,7 @@
 """`fabric`: one call per command, and the one place where an error becomes a sentence and an exit code.
 
-Reading commands take --json: exactly one JSON object on stdout; everything else that is said goes to stderr.
+With --json there is exactly one JSON object on stdout, however the command ends; everything else that is said goes
+to stderr.
 Imports wait inside the commands, so that `fabric --help` stays instant. docs/operations.md is the reference.
 """
 
@@ -9,18 +10,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from fabric_pipelines.bench.commands import app as bench_app
+from fabric_pipelines.cli_bench import app as bench_app
 from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
 from fabric_pipelines.cli_db import app as db_app
+from fabric_pipelines.cli_engine import app as engine_app
 from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.cli_receipts import app as receipt_app
+from fabric_pipelines.cli_shards import app as shard_app
+from fabric_pipelines.console import ANSWER
 from fabric_pipelines.console import emit as _emit
 from fabric_pipelines.console import require as _require
 from fabric_pipelines.console import settings_of as _settings
@@ -44,14 +49,23 @@ PARTIAL = 5  # it worked, and dead letters exist
 class OneSentence(TyperGroup):
     """Turns whatever a command raises into one sentence on stderr and the exit code of its class."""
 
-    def make_context(self, *args: Any, **extra: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        ANSWER.begin(args)
         try:
-            return super().make_context(*args, **extra)
+            return super().make_context(info_name, args, *rest, **extra)
         except Exception as fault:
             _leave_if_misused(fault)
             raise
 
     def invoke(self, ctx: Any) -> Any:
+        try:
+            answer = self._invoke(ctx)
+            ANSWER.hand_over()
+        except OSError as fault:  # whoever reads our stdout went away
+            _leave(fault)
+        return answer
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -69,6 +83,7 @@ class OneSentence(TyperGroup):
         except Exception as fault:
             _leave_if_misused(fault)
             if isinstance(fault, typer.Exit) or hasattr(fault, "format_message"):
+                ANSWER.hand_over()
                 raise  # typer's own way to end, or to show its help
             _leave(
                 FabricError(
@@ -102,6 +117,9 @@ def _leave(fault: FabricError | OSError, *, cause: Exception | None = None) -> N
         fault = storage_failed(fault)
     CTRL_C.told()
     sys.stderr.write(f"{fault}\n")
+    ANSWER.failed(fault)
+    with suppress(BrokenPipeError):
+        ANSWER.hand_over()
     raise typer.Exit(fault.exit_code)
 
 
@@ -125,8 +143,10 @@ kernels_app = _group("kernels", "Compiled CUDA kernels.")
 worker_app = _group("worker", "One engine on one device.")
 app.add_typer(db_app, name="db")
 app.add_typer(models_app, name="models")
+app.add_typer(engine_app, name="engine")
 app.add_typer(broker_app, name="broker")
 app.add_typer(receipt_app, name="receipt")
+app.add_typer(shard_app, name="shard")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

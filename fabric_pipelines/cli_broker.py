@@ -133,25 +133,36 @@ def dead_requeue(
 
 @app.command("verify")
 def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
-    """Rebuild the state from the log alone and compare; exit code 3 if anything differs."""
+    """Read all of the log, also what lies in the cold tier, rebuild the state from it alone and compare; exit code 3 if
+    anything differs."""
     from fabric_pipelines.broker.client import BrokerClient
 
     with BrokerClient.of(settings_of(ctx), role="admin", timeout_s=600) as client:
         report = client.verify()
     emit(plain(report), as_json)
-    require(report.ok, "the journal and the broker's state differ: keep the journal folder")
+    require(
+        report.ok,
+        f"{_first_of(report.differences)}: keep the journal folder and do what they say",
+    )
 
 
 @app.command("scrub")
 def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
-    """Read the sealed journal again and compare every frame with its CRCs; exit code 3 names what is damaged."""
+    """Read the sealed journal again, also what lies in the cold tier, and compare every frame with its CRCs; exit code 3
+    names what is damaged."""
     from fabric_pipelines.broker.client import BrokerClient
 
     with BrokerClient.of(settings_of(ctx), role="admin", timeout_s=600) as client:
         report = client.scrub()
-    emit(plain(report), as_json)
-    places = [f"{f.segment} LSN {f.lsn} (tasks {f.task_ids})" for f in report.damaged]
-    require(report.ok, f"damaged: {'; '.join(places)}; restore these files from a copy")
+    damaged = [{**plain(frame), "sentence": frame.sentence} for frame in report.damaged]
+    emit({**plain(report), "damaged": damaged}, as_json)
+    require(report.ok, _first_of([frame.sentence for frame in report.damaged]))
+
+
+def _first_of(sentences: list[str]) -> str:
+    """One sentence for all of them; the answer has each."""
+    count = len(sentences)
+    return f"{count} differences, the first: {sentences[0]}" if count > 1 else "".join(sentences)
 
 
 @app.command("serve")

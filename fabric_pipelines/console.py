@@ -1,15 +1,20 @@
-"""What the commands of `fabric` share: settings of one call, its answer on stdout, its verdict."""
+"""What the commands of `fabric` share: settings of one call, its answer on stdout, its verdict.
+
+With --json there is one object on stdout however the command ends. It is held back until then, so that a failure can
+stand in it: alone, or under `error` beside what the command found out.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fabric_pipelines.errors import CheckFailed
+from fabric_pipelines.errors import CheckFailed, FabricError, TransientError
 from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
@@ -24,6 +29,49 @@ def settings_of(ctx: typer.Context) -> Settings:
     return settings.load(ctx.obj)
 
 
+@dataclass(slots=True)
+class Answer:
+    """The JSON object of one call."""
+
+    wanted: bool = False
+    held: dict[str, Any] | None = None
+
+    def begin(self, arguments: Sequence[str]) -> None:
+        """A new call; whether it is to answer in JSON must be known even if nothing else of it can be read."""
+        self.wanted, self.held = "--json" in arguments, None
+
+    def hold(self, answer: Mapping[str, Any]) -> None:
+        assert self.held is None, "a command answers once"
+        found = plain(answer)
+        json.dumps(
+            found, allow_nan=False
+        )  # here, where what it cannot say is still the command's own fault
+        self.held = found
+
+    def failed(self, fault: FabricError) -> None:
+        """How the command ended, for a script: `kind` is the class of the error."""
+        if self.wanted or self.held is not None:
+            self.held = {**(self.held or {}), "error": error_of(fault)}
+
+    def hand_over(self) -> None:
+        """Write it, if there is one."""
+        held, self.held = self.held, None
+        if held is not None:
+            sys.stdout.write(json.dumps(held, allow_nan=False) + "\n")
+
+
+ANSWER = Answer()
+
+
+def error_of(fault: FabricError) -> dict[str, Any]:
+    return {
+        "kind": fault.code,
+        "message": str(fault),
+        "transient": isinstance(fault, TransientError),
+        "exit_code": fault.exit_code,
+    }
+
+
 def emit(
     answer: Mapping[str, Any], as_json: bool, *, shown: Mapping[str, Any] | None = None
 ) -> None:
@@ -32,10 +80,10 @@ def emit(
     from fabric_pipelines import answers, screen
 
     if as_json:
-        sys.stdout.write(json.dumps(plain(answer), allow_nan=False) + "\n")
+        ANSWER.hold(answer)
         return
     chosen = answers.chosen(plain(answer if shown is None else shown))
-    sys.stdout.write("\n".join(screen.page(chosen, screen.width())) + "\n")
+    sys.stdout.write("\n".join(screen.page(chosen, screen.room())) + "\n")
 
 
 def require(ok: bool, sentence: str) -> None:

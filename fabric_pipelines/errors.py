@@ -3,7 +3,8 @@
     FabricError
     ├── TransientError          may be retried: the world was busy, gone or full for now
     │   ├── BrokerUnavailable       no broker answers at the endpoint
-    │   │   └── NotAttached             it answers but does not know this session: attach again
+    │   │   ├── NotAttached             it answers but does not know this session: attach again
+    │   │   └── NotTrusted              TLS: one side does not take the other's certificate, until it is renewed
     │   ├── DatabaseUnavailable     Postgres is away or still recovering
     │   ├── Backpressure            a high-water mark was reached; carries `retry_after_s`
     │   │   └── NotFetched              rows lie in the cold tier and are on their way
@@ -25,12 +26,13 @@
         │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
         │   ├── WrongRole               this caller may not make this call
         │   ├── WrongTenant             a task or submission of another tenant
+        │   ├── HomeGone                the folder under a running process was moved, deleted or replaced
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
         ├── CheckFailed             a check found a difference (exit code 3)
         │   └── BalanceBroken           enqueued != ready + in flight + retired + dead
         ├── StorageFailed           a write or fsync failed, a disk is full or read-only
-        ├── CorruptionFound         bytes at or below the durable mark do not match their CRC
+        ├── CorruptionFound         bytes at or below the durable mark do not match their CRC (exit code 4)
         │   └── ColdLost                an object of the cold tier is missing or was changed
         ├── EngineFailed            the engine itself failed; the batch is nacked
         ├── StartFailed             a process of `fabric up` did not come up; carries its sentence and exit code
@@ -68,6 +70,10 @@ class BrokerUnavailable(TransientError):
 
 class NotAttached(BrokerUnavailable):
     """The broker restarted, or gave this session up; `attach` with the ids still held goes on."""
+
+
+class NotTrusted(BrokerUnavailable):
+    """Not terminal: a worker keeps what it computed while somebody renews a certificate."""
 
 
 class DatabaseUnavailable(TransientError):
@@ -162,6 +168,10 @@ class WrongTenant(Refused):
     pass
 
 
+class HomeGone(Refused):
+    pass
+
+
 class FencingLost(Refused):
     pass
 
@@ -191,7 +201,9 @@ class StorageFailed(TerminalError):
 
 
 class CorruptionFound(TerminalError):
-    pass
+    """Exits as a fail-closed refusal does: another start changes nothing."""
+
+    exit_code = 4
 
 
 class ColdLost(CorruptionFound):

@@ -1,19 +1,22 @@
-"""Words and figures on a terminal: clipped to its width, aligned, with units.
+"""Words and figures on a terminal: fitted to its width, aligned, with units.
 
-Nothing here wraps: a line is cut with an ellipsis, so that a table keeps one row a line on 80 columns. What must
-be copied whole (a path, a URL, an id) stands alone at the end of a line and is never cut.
+A word that is too wide for its column is cut with an ellipsis, so that a table keeps one row a line on 80 columns; a
+sentence never is: it goes below its row, wrapped. What must be copied whole (a path, a URL, an id) stands alone at
+the end of a line and is never cut, and where there is no terminal nothing is.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 GAP = "  "
 COLUMN_LEAST = 8  # a column cut further says nothing
+UNCUT = 1 << 20  # columns where nobody looks at a terminal
 NAMES_NOT_AMOUNTS = {
     *(
         "id",
@@ -38,6 +41,11 @@ SENTENCE_LEAST = 40  # a longer text in a list is a sentence, not a word
 def width() -> int:
     """Columns of the terminal; 80 where there is none."""
     return max(shutil.get_terminal_size((80, 40)).columns, 40)
+
+
+def room() -> int:
+    """Columns that an answer on stdout may take: those of the terminal, or as many as it needs."""
+    return width() if sys.stdout.isatty() else UNCUT
 
 
 def clip(text: str, most: int) -> str:
@@ -94,9 +102,51 @@ def grid(facts: Sequence[Sequence[tuple[str, str]]], *, indent: str = "") -> lis
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str], most: int) -> list[str]:
-    """Rows under their names: numbers to the right, and of what is too wide the widest text columns are cut."""
+    """Rows under their names: numbers to the right; of what is too wide, columns of sentences go below their rows, then
+    the widest words are cut."""
     names = list(names)
-    cells = [[clip(value(row.get(name), name), 10_000) for name in names] for row in rows]
+    below: list[str] = []
+    while (prose := _widest_prose(rows, names)) and _wide(rows, names) > most:
+        names.remove(prose)
+        below.append(prose)
+    lines = _grid_of(rows, names, most)
+    if not below:
+        return lines
+    found = lines[:2]
+    for row, line in zip(rows, lines[2:], strict=True):
+        found += [line, *(part for name in below for part in _note(row.get(name), most))]
+    return found
+
+
+def _widest_prose(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
+    """The column whose longest sentence is the longest; None if there is no sentence."""
+    longest = {
+        name: max((len(text) for row in rows if _is_sentence(text := row.get(name))), default=0)
+        for name in names
+    }
+    name = max(longest, key=lambda name: longest[name], default=None)
+    return name if name is not None and longest[name] else None
+
+
+def _is_sentence(item: Any) -> TypeGuard[str]:
+    return isinstance(item, str) and len(item) > SENTENCE_LEAST and " " in item.strip()
+
+
+def _wide(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
+    """Columns that the table would take uncut."""
+    cells = [max(len(name), *(len(value(row.get(name), name)) for row in rows)) for name in names]
+    return sum(cells) + len(GAP) * (len(names) - 1)
+
+
+def _note(text: Any, most: int) -> list[str]:
+    """Below its row, indented."""
+    margin = GAP * 2
+    shown = " ".join(value(text).split())
+    return textwrap.wrap(shown, most, initial_indent=margin, subsequent_indent=margin)
+
+
+def _grid_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> list[str]:
+    cells = [[" ".join(value(row.get(name), name).split()) for name in names] for row in rows]
     numeric = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in names]
     titles = [name.replace("_", " ") for name in names]
     widths = [max(len(titles[at]), *(len(line[at]) for line in cells)) for at in range(len(names))]

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 HEARTBEAT_S = 30.0
+STALLED_S = 60.0  # three half-lives of the rate
 
 
 def format_eta(seconds: float | None) -> str:
@@ -32,19 +33,25 @@ def format_eta(seconds: float | None) -> str:
 
 @dataclass(slots=True)
 class TokenRate:
-    """Remaining time from tokens done per second over a sliding window (exponential, 20 s)."""
+    """Remaining time from tokens done per second over a sliding window (exponential, 20 s). What has not moved for a
+    minute has no rate and no remaining time."""
 
     total: int
     done: int = 0
     rate: float = 0.0
     seen_s: float | None = None
+    moved_s: float | None = None
 
     def update(self, done: int, now_s: float) -> None:
         if self.seen_s is not None and now_s > self.seen_s:
             span = now_s - self.seen_s
             weight = 1 - 0.5 ** (span / 20)
             self.rate += weight * ((done - self.done) / span - self.rate)
+        if self.moved_s is None or done != self.done:
+            self.moved_s = now_s
         self.done, self.seen_s = done, now_s
+        if now_s - self.moved_s > STALLED_S:
+            self.rate = 0.0
 
     @property
     def eta_s(self) -> float | None:
@@ -62,6 +69,7 @@ class ProgressBoard:
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._rates: dict[str, TokenRate] = {}
+        self._held: dict[str, str] = {}
         self._bars: dict[str, TaskID] = {}
         self._beat_s = time.monotonic()
         console = Console(file=self._stream)
@@ -96,12 +104,14 @@ class ProgressBoard:
         if self._live:
             self._bars[name] = self._live.add_task(name, total=total_tokens, eta=format_eta(None))
 
-    def advance_to(self, name: str, done_tokens: int) -> None:
+    def advance_to(self, name: str, done_tokens: int, *, held: str = "") -> None:
+        """`held`: why this does not come to its end by itself, in place of an ETA."""
         rate = self._rates[name]
         was_done = rate.done >= rate.total
         rate.update(done_tokens, time.monotonic())
+        self._held[name] = held
         if self._live:
-            self._live.update(self._bars[name], completed=done_tokens, eta=rate.eta)
+            self._live.update(self._bars[name], completed=done_tokens, eta=self._end_of(name))
         elif rate.done >= rate.total and not was_done:
             self._tell(name)
         self.heartbeat()
@@ -127,7 +137,11 @@ class ProgressBoard:
 
     def _tell(self, name: str) -> None:
         rate = self._rates[name]
-        self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {rate.eta}")
+        self.say(f"{name}: {rate.done:,} / {rate.total:,} tokens, {self._end_of(name)}")
+
+    def _end_of(self, name: str) -> str:
+        rate = self._rates[name]
+        return rate.eta if rate.done >= rate.total else self._held.get(name) or rate.eta
 
 
 @contextmanager

@@ -14,6 +14,8 @@ class ShardsResource(FabricResource):
     def root(self) -> Path:
         return self.settings().shards_dir
 
-    def open(self, database: Database, name: str, generation: int | None = None) -> Shard:
+    def open(
+        self, database: Database, name: str, generation: int | None = None, *, device: str = "cpu"
+    ) -> Shard:
         """A reader of one generation; use it as a context manager."""
-        return open_shard(database, self.root, name, generation)
+        return open_shard(database, self.root, name, generation, device=device)

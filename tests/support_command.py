@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -99,10 +100,12 @@ class User:
         progress: bool = False,
         module: str = "fabric_pipelines",
     ) -> str:
-        """The one sentence of a command that must end with `code`; with `progress` lines may stand before."""
+        """The one sentence of a command that must end with `code`; with `progress` lines may stand before. With --json
+        stdout has the same."""
         said = self.fabric(*arguments, module=module)
         assert said.code == code, said.err
-        assert said.out == ""
+        told = json.loads(said.out)["error"]["message"] if "--json" in arguments else ""
+        assert (told or said.out) == (said.sentence if told else "")
         assert progress or len(said.err.strip().splitlines()) == 1, said.err
         return said.sentence
 

@@ -17,6 +17,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from fabric_pipelines.models.catalogue import MINILM, SMOLLM2, ModelSpec, SourceFile
+from fabric_pipelines.models.gguf_llama import GgufLlama, deinterleaved
 from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.worker.engines.door import Engine
@@ -91,6 +92,51 @@ def write_llama(folder: Path) -> ModelSpec:
     return _spec(SMOLLM2, "tiny-llama", [path])
 
 
+def write_llama_checkpoint(gguf_path: Path, folder: Path) -> None:
+    """The model of `write_llama` as a Hugging Face checkpoint: same weights, its own names and layout."""
+    model = GgufLlama(gguf_path)
+    shape = model.shape
+    weights = {
+        "model.embed_tokens.weight": model.tensor("token_embd.weight"),
+        "model.norm.weight": model.tensor("output_norm.weight"),
+    }
+    turned = {"attn_q": shape.heads, "attn_k": shape.kv_heads}
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    for layer in range(shape.layers):
+        for ours, theirs in names.items():
+            values = model.block(layer, ours)
+            values = deinterleaved(values, turned[ours]) if ours in turned else values
+            weights[f"model.layers.{layer}.{theirs}.weight"] = np.ascontiguousarray(values)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": DIM,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": len(TOKENS),
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_bert(folder: Path) -> ModelSpec:
     """A tiny BERT (safetensors, tokenizer.json, config.json) in `folder`, and a spec that accepts it."""
     draw = np.random.default_rng(2)
@@ -122,13 +168,15 @@ def write_bert(folder: Path) -> ModelSpec:
         linear(f"{name}.intermediate.dense", FFN, DIM)
         linear(f"{name}.output.dense", DIM, FFN)
         norm(f"{name}.output.LayerNorm")
-    save_file(weights, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     raw = tokenizers.BertWordPieceTokenizer({word: i for i, word in enumerate(WORDS)})
     raw.enable_truncation(4)  # a file may bring its own cut and padding; ours must ignore both
     raw.enable_padding(length=4)
     raw.save(str(folder / "tokenizer.json"))
     config = {
+        "architectures": ["BertModel"],
         "model_type": "bert",
+        "type_vocab_size": 2,
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "num_hidden_layers": BERT_LAYERS,

@@ -15,10 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.analytics import passes
+from fabric_pipelines.analytics import passes, plan
 from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, Csr
-from fabric_pipelines.analytics.metrics import METRICS, Facts, Reading, Reference, Status
+from fabric_pipelines.analytics.gauss_sums import gauss
+from fabric_pipelines.analytics.knn_graph import graph
+from fabric_pipelines.analytics.metrics import METRICS
+from fabric_pipelines.analytics.neighbours import neighbours
+from fabric_pipelines.analytics.plan import WORKSPACE_BYTES, Plan
+from fabric_pipelines.analytics.readings import Facts, Reading, Reference, Status
+from fabric_pipelines.analytics.robust import robust
+from fabric_pipelines.analytics.spectrum import spectrum
+from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.sweeps import CpuSweeps, Sweeps
+from fabric_pipelines.analytics.two_means import halves
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.telemetry import timed
 
@@ -43,6 +52,7 @@ class HealthTable:
     facts: Facts = field(repr=False)
     pass_seconds: Mapping[str, float]
     pass_flop: Mapping[str, float]
+    pass_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
 
@@ -83,6 +93,7 @@ class HealthTable:
             },
             "pass_seconds": dict(self.pass_seconds),
             "pass_flop": dict(self.pass_flop),
+            "pass_bytes": dict(self.pass_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
         }
@@ -124,12 +135,13 @@ def measure(
     reference: Reference | None = None,
     min_norm: float = MIN_NORM,
     budget_flop: float | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
-    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop` is skipped
-    whole. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
+    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
     """
     if metric not in ("cosine", "l2"):
@@ -137,11 +149,12 @@ def measure(
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
+    drawn = plan.draw(csr, budget_flop=budget_flop, workspace_bytes=workspace_bytes)
     with timed() as opening:
         sweeps = _sweeps(backend, csr)
     try:
         seconds = {"open": opening["seconds"]}
-        return _measure(csr, sweeps, metric, reference, min_norm, budget_flop, seconds)
+        return _measure(csr, sweeps, metric, reference, min_norm, drawn, seconds)
     finally:
         sweeps.close()
 
@@ -163,38 +176,17 @@ def _measure(
     metric: Metric,
     reference: Reference | None,
     min_norm: float,
-    budget_flop: float | None,
+    drawn: Plan,
     seconds: dict[str, float],
 ) -> HealthTable:
-    flop = _cost(csr)
-    allowed = {name: budget_flop is None or cost <= budget_flop for name, cost in flop.items()}
-
-    def run(name: str, work: Callable[[], T]) -> T:
-        with timed() as time:
-            result = work()
-        seconds[name] = time["seconds"]
-        return result
-
-    admission = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
-    means = run("P2", lambda: passes.centroid(csr, sweeps, admission, cosine=metric == "cosine"))
-    radii = run("P3", lambda: passes.radius(csr, sweeps, admission, means))
-    order = run("P4", lambda: passes.order(csr, admission, radii)) if allowed["P4"] else None
-    pairs = run("P7", lambda: passes.pairs(means, radii, admission.size)) if allowed["P7"] else None
-    several = int((admission.size > 0).sum()) > 1
-    points = (
-        run("P8", lambda: passes.points(csr, admission, means, radii))
-        if allowed["P8"] and several
-        else None
-    )
-    facts = Facts(metric == "cosine", reference, admission, means, radii, order, pairs, points)
+    facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
     broken = _contradictions(facts)
-    ran = {"P4": order is not None, "P7": pairs is not None, "P8": points is not None}
     readings = {}
     for name, spec in METRICS.items():
-        if ran.get(spec.pass_name, True):
+        if spec.pass_name in seconds:
             reading = spec.read(facts)
         else:
-            skipped = not allowed[spec.pass_name]
+            skipped = spec.pass_name not in drawn.allowed
             reading = _unknown(facts, Status.SKIPPED_BUDGET if skipped else Status.U_CONTEXT)
         readings[name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
     return HealthTable(
@@ -204,24 +196,73 @@ def _measure(
         aux=_aux(facts),
         facts=facts,
         pass_seconds=seconds,
-        pass_flop=flop,
+        pass_flop=drawn.flop,
+        pass_bytes=drawn.workspace_bytes,
         backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
         breaches=np.flatnonzero(broken).astype(np.int64),
     )
 
 
-def _cost(csr: Csr) -> dict[str, float]:
-    """Floating-point operations of each pass, known before it starts."""
-    rows, dim, clusters = float(len(csr.rows)), float(csr.dim), float(csr.clusters)
-    sort = rows * max(1.0, np.log2(max(rows, 2)))
-    return {
-        "P1": 2 * rows * dim,
-        "P2": 2 * rows * dim,
-        "P3": 3 * rows * dim,
-        "P4": 4 * sort,
-        "P7": 3 * clusters * clusters * dim,
-        "P8": 2 * rows * clusters * dim,
-    }
+def _run(
+    csr: Csr,
+    sweeps: Sweeps,
+    cosine: bool,
+    reference: Reference | None,
+    min_norm: float,
+    drawn: Plan,
+    seconds: dict[str, float],
+) -> Facts:
+    """Every pass that is allowed, in order; `seconds` gets an entry for each that ran."""
+
+    def run(name: str, work: Callable[[], T]) -> T:
+        with timed() as time:
+            result = work()
+        seconds[name] = time["seconds"]
+        return result
+
+    def may(name: str, work: Callable[[], T]) -> T | None:
+        return run(name, work) if name in drawn.allowed else None
+
+    found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
+    means = run("P2", lambda: passes.centroid(csr, sweeps, found, cosine=cosine))
+    radii = run("P3", lambda: passes.radius(csr, sweeps, found, means))
+    order = may("P4", lambda: passes.order(csr, found, radii))
+    size, radius2 = found.size, radii.radius2
+    members = Members.of(csr, found.good, size, means.weight, means.mean)
+    rms = np.sqrt(radii.within / np.maximum(size, 1))
+    centre = may("P5", lambda: robust(csr, members, radius2, rms))
+    shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
+    pairs = may("P7", lambda: passes.pairs(means, radii, size))
+    several = int((size > 0).sum()) > 1
+    points = may("P8", lambda: passes.points(csr, found, means, radii)) if several else None
+    near = edges = sums = None
+    if order is not None:
+        copies = order.copy_of
+        near = may("P9", lambda: neighbours(csr, members, radius2, copies))
+    if near is not None and order is not None:
+        lists, heat = near, near.bandwidth**2
+        edges = may("P10", lambda: graph(csr, found.good, size, lists))
+        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat))
+    split = None
+    if shape is not None:
+        upper = shape.upper
+        split = may("P12", lambda: halves(csr, members, upper))
+    return Facts(
+        cosine=cosine,
+        reference=reference,
+        admission=found,
+        centroids=means,
+        radii=radii,
+        order=order,
+        pairs=pairs,
+        points=points,
+        robust=centre,
+        spectrum=shape,
+        neighbours=near,
+        graph=edges,
+        gauss=sums,
+        halves=split,
+    )
 
 
 def _unknown(facts: Facts, why: Status) -> Reading:
@@ -270,4 +311,13 @@ def _aux(facts: Facts) -> dict[str, npt.NDArray[Any]]:
         aux["davies_bouldin_partner"] = facts.pairs.partner
     if facts.points is not None:
         aux["misassigned_rows"] = facts.points.misassigned
+    if facts.robust is not None:
+        aux["geometric_median_steps"] = facts.robust.steps
+    if facts.spectrum is not None:
+        aux["vendi_score_order2"] = 1.0 / facts.spectrum.direction_purity
+        aux["coding_rate_centred"] = facts.spectrum.coding_rate_centred
+    if facts.neighbours is not None:
+        aux["diameter"] = facts.neighbours.diameter
+    if facts.gauss is not None:
+        aux["heat_capacity"] = facts.gauss.heat_capacity
     return aux

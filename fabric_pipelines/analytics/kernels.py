@@ -6,11 +6,16 @@ The bits of a result do not depend on the grid, which `blocks` sets by hand only
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fabric_pipelines.analytics.csr import F64, Csr
+from fabric_pipelines.analytics.reference.flat_select import SLOTS
+from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.analytics.sweeps import Admitted
-from fabric_pipelines.device.gpu import DeviceArray, Gpu
+from fabric_pipelines.device.card import Card, DeviceArray
+from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
 
 RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
@@ -28,14 +33,14 @@ def lanes_for(dim: int) -> int:
     return 8 if dim <= 1024 else WARP
 
 
-def _variant(rows: DeviceArray) -> str:
+def _variant(gpu: Card, rows: DeviceArray) -> str:
     """16-byte loads need every row to start on a 16-byte border."""
-    aligned = rows.shape[1] % 4 == 0 and rows.data.ptr % 16 == 0
+    aligned = rows.shape[1] % 4 == 0 and gpu.offset_of(rows) % 16 == 0
     return "wide" if aligned else "any"
 
 
 def row_admit(
-    gpu: Gpu, rows: DeviceArray, min_norm: float, *, blocks: int | None = None
+    gpu: Card, rows: DeviceArray, min_norm: float, *, blocks: int | None = None
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
     """rows f32 [N, d] -> norm2 f64 [N], flag u8 [N], hash u64 [N, 2]. Twin: reference.row_admit."""
     count = len(rows)
@@ -47,7 +52,7 @@ def row_admit(
 
 
 def row_admit_into(
-    gpu: Gpu,
+    gpu: Card,
     rows: DeviceArray,
     min_norm: float,
     out: tuple[DeviceArray, DeviceArray, DeviceArray],
@@ -59,7 +64,7 @@ def row_admit_into(
     lanes = lanes_for(dim)
     gpu.launch(
         "row_admit",
-        f"row_admit_{_variant(rows)}_{lanes}",
+        f"row_admit_{_variant(gpu, rows)}_{lanes}",
         blocks or gpu.blocks_for(-(-count * lanes // WARP)),
         (rows, count, dim, float(min_norm * min_norm), *out),
     )
@@ -92,7 +97,7 @@ def csr_centroid(
         if count:
             gpu.launch(
                 "csr_centroid",
-                f"csr_centroid_{_variant(rows)}",
+                f"csr_centroid_{_variant(gpu, rows)}",
                 blocks or gpu.blocks_for(runs * -(-wide // SLAB)),
                 (rows, weight, indptr, count, dim, clusters, low, wide, partial),
             )
@@ -121,11 +126,81 @@ def csr_radius(
     if count:
         gpu.launch(
             "csr_radius",
-            f"csr_radius_{_variant(rows)}_{lanes_for(dim)}",
+            f"csr_radius_{_variant(gpu, rows)}_{lanes_for(dim)}",
             blocks or gpu.blocks_for(-(-count // 64)),
             (rows, weight, indptr, centroid, count, dim, clusters, radius2),
         )
     return radius2
+
+
+@dataclass(frozen=True, slots=True)
+class TileScores:
+    """What flat_slots and flat_take make a distance of: products f32 [q, stride] of `rows` rows, length f32 [rows],
+    reach and slack f32 [q], and the constants of the error bound. Twin: reference.flat_select."""
+
+    products: DeviceArray
+    length: DeviceArray
+    reach: DeviceArray
+    slack: DeviceArray
+    queries: int
+    rows: int
+    gamma: float
+    tiny: float
+    metric: Metric
+
+    def arguments(self) -> tuple[DeviceArray, ...]:
+        return (self.products, self.length, self.reach, self.slack)
+
+    @property
+    def stride(self) -> int:
+        return int(self.products.shape[1])
+
+
+def flat_slots(gpu: Card, tile: TileScores, bound: DeviceArray) -> None:
+    """bound f32 [q, SLOTS] is lowered to the least upper bound of the rows of each slot."""
+    gpu.launch(
+        "flat_select",
+        f"flat_slots_{tile.metric}",
+        gpu.blocks_for(tile.queries * SLOTS // WARP),
+        (*tile.arguments(), tile.queries, tile.rows, tile.stride, tile.gamma, tile.tiny, bound),
+    )
+
+
+def flat_limit(gpu: Card, bound: DeviceArray, queries: int, k: int, limit: DeviceArray) -> None:
+    """limit f32 [q]: the k-th smallest of bound [q, SLOTS]."""
+    assert 1 <= k <= SLOTS
+    gpu.launch("flat_select", "flat_limit", queries, (bound, queries, k, limit))
+
+
+def flat_take(
+    gpu: Card,
+    tile: TileScores,
+    first: int,
+    limit: DeviceArray,
+    capacity: int,
+    out: tuple[DeviceArray, DeviceArray, DeviceArray],
+) -> None:
+    """Rows whose lower bound is at most `limit` are counted in out[0], count i32 [q], and the first `capacity` of a
+    query join out[1], taken i64, and out[2], lower f32: flat arrays of [capacity, q]."""
+    spans = tile.queries * -(-tile.rows // (8 * THREADS))
+    gpu.launch(
+        "flat_select",
+        f"flat_take_{tile.metric}",
+        min(spans, gpu.blocks_for(spans * THREADS // WARP)),
+        (*tile.arguments(), limit, tile.queries, tile.rows, tile.stride, first, tile.gamma,
+         tile.tiny, capacity, *out),
+    )  # fmt: skip
+
+
+def flat_words(
+    gpu: Card, source: DeviceArray, rows: DeviceArray, count: int, out: DeviceArray
+) -> None:
+    """The rows numbered rows i64 [count] of `source` [N, ...], word by word of 32 bits, to out [count, ...]."""
+    words = source.nbytes // max(1, len(source)) // 4
+    assert out.nbytes >= 4 * words * count
+    gpu.launch(
+        "flat_select", "flat_words", gpu.blocks_for(count), (source, rows, count, words, out)
+    )
 
 
 def bytes_needed(csr: Csr) -> int:
@@ -146,7 +221,9 @@ class CudaSweeps:
         self._gpu = Gpu(ordinal)
         try:
             what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
-            self._gpu.require_memory(bytes_needed(csr), what)
+            self._gpu.require_memory(
+                bytes_needed(csr), what, "measure fewer clusters at a time, or use the cpu backend"
+            )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
         except DeviceRefused:

@@ -21,8 +21,9 @@ import numpy as np
 from fabric_pipelines.analytics import kernels
 from fabric_pipelines.analytics.csr import Csr
 from fabric_pipelines.analytics.health import measure
+from fabric_pipelines.device.card import DeviceArray
 from fabric_pipelines.device.cubins import read_manifest
-from fabric_pipelines.device.gpu import DeviceArray, Gpu
+from fabric_pipelines.device.gpu import Gpu
 from fabric_pipelines.errors import UsageError
 
 DEFAULT_SHAPES = ("10000000x128", "4000000x768", "20000000x32", "10000000x127", "1000000x4096")

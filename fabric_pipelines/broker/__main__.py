@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 
@@ -26,8 +27,9 @@ from fabric_pipelines.broker import callsocket
 from fabric_pipelines.broker.callsocket import CallServer
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Limits
-from fabric_pipelines.broker.desk import Desk
+from fabric_pipelines.broker.desk import Desk, reason_of
 from fabric_pipelines.broker.exporter import Door, export
+from fabric_pipelines.broker.home import Home
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
 from fabric_pipelines.broker.tiering import Water
@@ -49,13 +51,13 @@ from fabric_pipelines.errors import (
     SettingsError,
     StorageFailed,
     as_line,
-    storage_failed,
 )
 from fabric_pipelines.journal import Journal, OsFileOps
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
-EXIT_FATAL = 70
+LOOK_EVERY_S = 1.0
 DESCRIPTORS = 16_384
+OF_THE_JOURNAL = 1_024  # of those, two a segment
 STOP_WAIT_S = 2.0
 
 
@@ -67,13 +69,10 @@ def run(settings: Settings | None = None) -> int:
     """Exit code of a broker with these settings, or those of the environment."""
     try:
         return serve(settings_module.load() if settings is None else settings)
-    except (FabricError, Fatal) as fault:
-        _say(fault)
-        return getattr(fault, "exit_code", EXIT_FATAL)
-    except OSError as fault:
-        failed = storage_failed(fault)
-        _say(failed)
-        return failed.exit_code
+    except (FabricError, Fatal, OSError) as fault:
+        reason = reason_of(fault)
+        _say(reason)
+        return reason.exit_code
 
 
 def serve(settings: Settings) -> int:
@@ -81,7 +80,7 @@ def serve(settings: Settings) -> int:
     doors = _doors(settings)
     endpoint = doors[0][0]
     stop = threading.Event()
-    _widen_descriptors()
+    _bound_descriptors()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     folder, segment_bytes = settings.journal_dir, settings.segment_bytes
@@ -112,7 +111,8 @@ def serve(settings: Settings) -> int:
         )
         for reason in owner.restored.ignored:
             print(f"broker: checkpoint ignored: {reason}", file=sys.stderr, flush=True)  # noqa: T201
-        desk = Desk(owner, _end)
+        home = Home(folder)
+        desk = Desk(owner, lambda fault: _end(home.lost() or fault))
         desk.start()
         shared = Door()
         exporter = export(desk, shared, settings.metrics_port) if settings.metrics_port else None
@@ -123,7 +123,9 @@ def serve(settings: Settings) -> int:
             f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
             flush=True,
         )
-        stop.wait()
+        while not stop.wait(LOOK_EVERY_S):
+            if (gone := home.lost()) is not None:
+                _end(gone)
         if exporter is not None:
             exporter.close()
         clean = _shut(servers, calls, desk)
@@ -133,25 +135,24 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _say(fault: FabricError | Fatal) -> None:
+def _say(fault: FabricError) -> None:
     """Its one sentence, which `fabric up` tells on."""
-    cause = fault.__cause__ if isinstance(fault, Fatal) else fault
-    line = as_line(cause) if isinstance(cause, FabricError) else f"FabricError: {fault}"
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(as_line(fault), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _widen_descriptors() -> None:
-    """A descriptor for each connection, beside those of the journal: the usual soft limit of 1,024 is too near."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def _bound_descriptors() -> None:
+    """A descriptor for each connection: the usual soft limit of 1,024 is too near, and none at all lets connections that
+    say nothing, which pyarrow offers no way to bound, take memory without end. What lies between the soft and the
+    hard limit is the journal's own (`journal.files`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else hard - min(OF_THE_JOURNAL, hard // 4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, most), hard))
 
 
-def _end(sentence: str) -> None:
+def _end(fault: FabricError) -> NoReturn:
     """The owner cannot go on: no answer may leave any more, so nothing is unwound."""
-    print(f"FabricError: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
-    os._exit(EXIT_FATAL)
+    _say(fault)
+    os._exit(fault.exit_code)
 
 
 def _shut(servers: list[BrokerServer], calls: CallServer | None, desk: Desk) -> bool:

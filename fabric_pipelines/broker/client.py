@@ -470,6 +470,8 @@ class BrokerClient:
         self._require_same_process()
         if self._client is None:
             require_strong_ciphers()
+            # what gRPC logs of a handshake that failed is said in one sentence by `handshake`
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             secrets: dict[str, Any] = {}
             if (mine := self._credentials) is not None:
                 secrets = {
@@ -500,7 +502,7 @@ class BrokerClient:
 
     def _fault(self, fault: Exception) -> FabricError:
         """The typed error; a connection that failed is dropped, so that the next call makes a new one."""
-        typed = from_flight_error(fault, self.endpoint)
+        typed = from_flight_error(fault, self.endpoint, self._credentials)
         if isinstance(typed, BrokerUnavailable):
             self.close()
         return typed

@@ -17,7 +17,12 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 from fabric_pipelines.broker.owner import Fatal, Owner
-from fabric_pipelines.errors import BrokerUnavailable, FabricError, StorageFailed
+from fabric_pipelines.errors import (
+    BrokerUnavailable,
+    FabricError,
+    StorageFailed,
+    storage_failed,
+)
 
 T = TypeVar("T")
 GROUP_MAX = 256
@@ -42,9 +47,9 @@ class _Request:
 
 
 class Desk(threading.Thread):
-    """`on_fatal` gets one sentence when the owner cannot go on; it should end the process."""
+    """`on_fatal` gets the error when the owner cannot go on; it should end the process."""
 
-    def __init__(self, owner: Owner, on_fatal: Callable[[str], None]) -> None:
+    def __init__(self, owner: Owner, on_fatal: Callable[[FabricError], None]) -> None:
         super().__init__(name="broker-owner", daemon=True)
         self._owner, self._on_fatal = owner, on_fatal
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -150,13 +155,13 @@ class Desk(threading.Thread):
 
     def _fail(self, group: Sequence[_Request], fault: Exception) -> None:
         self._stopping = True
-        sentence = str(fault) if isinstance(fault, Fatal) else f"{type(fault).__name__}: {fault}"
+        typed = reason_of(fault)
         for request in group:
             if not request.answer.done():
                 request.answer.set_exception(
-                    StorageFailed(f"the broker stopped before it could acknowledge: {sentence}")
+                    StorageFailed(f"the broker stopped before it could acknowledge: {typed}")
                 )
-        self._on_fatal(sentence)
+        self._on_fatal(typed)
 
     def _refuse_rest(self) -> None:
         self._stopping = True
@@ -167,6 +172,21 @@ class Desk(threading.Thread):
                 return
             if request is not None:
                 request.answer.set_exception(BrokerUnavailable("the broker is stopping"))
+
+
+def reason_of(fault: Exception) -> FabricError:
+    """What ended the owner, as one of the errors that have a sentence and an exit code."""
+    if isinstance(fault, Fatal):
+        cause = fault.__cause__
+        return cause if isinstance(cause, FabricError) else FabricError(str(fault))
+    if isinstance(fault, FabricError):
+        return fault
+    if isinstance(fault, OSError):
+        return storage_failed(fault)
+    return FabricError(
+        f"this is a fault of the broker itself ({type(fault).__name__}: {fault}): start it again; what was "
+        "acknowledged is kept"
+    )
 
 
 Waiting = list[tuple[_Request, Any]]

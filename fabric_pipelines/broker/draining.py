@@ -61,11 +61,17 @@ def watch(
     status = client.status()
     board.add("all tasks", status.total.enqueued.tokens)
     while status.total.open_tasks:
-        board.advance_to("all tasks", status.progress["tokens_done"])
+        board.advance_to("all tasks", status.progress["tokens_done"], held=_held(status))
         wait(LOOK_EVERY_S)
         status = client.status()
     board.advance_to("all tasks", status.total.enqueued.tokens)
     return status
+
+
+def _held(status: BrokerStatus) -> str:
+    if status.fault:
+        return "leasing has stopped"
+    return "draining" if status.draining else ""
 
 
 def in_flight(status: BrokerStatus) -> Amount:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 import fabric_pipelines
-from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.classes import members
 from fabric_pipelines.broker.core import Core, Limits, Session
@@ -37,7 +36,7 @@ from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
-from fabric_pipelines.broker.recovery import Log, rebuild_from_log, restore
+from fabric_pipelines.broker.recovery import Log, restore
 from fabric_pipelines.broker.refusals import parked
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
@@ -56,6 +55,7 @@ from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
+from fabric_pipelines.broker.verification import verify
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock, ForwardWall
 from fabric_pipelines.errors import (
     Backpressure,
@@ -63,6 +63,7 @@ from fabric_pipelines.errors import (
     ColdLost,
     CorruptionFound,
     FabricError,
+    NotFetched,
     StorageFailed,
     UsageError,
 )
@@ -159,6 +160,7 @@ class Owner:
                     clock=clock,
                     background=cold_background,
                 )
+                self.tiering.scrubbing = self.scrubbing
                 self.core.look_ahead(self.tiering.near)
                 self.upkeep.join(self.tiering)
         if restarted:
@@ -327,6 +329,7 @@ class Owner:
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
         total = state.total()
+        damaged = self.scrub_report().damaged
         return BrokerStatus(
             lanes=[
                 _lane_row(core, lane, state.accounts.ledger(lane.index)) for lane in state.lanes
@@ -350,9 +353,10 @@ class Owner:
                 "room_bytes": core.room.left,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
                 **(self.tiering.figures() if self.tiering is not None else {}),
-                "damaged_frames": len(self.scrub_report().damaged),
+                "damaged_frames": len(damaged),
+                "damaged": [frame.sentence for frame in damaged],
             },
-            progress=_progress(total, self._rate.rate),
+            progress=_progress(total, self._rate.rate, flows=not (self.draining or core.fault)),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -372,30 +376,17 @@ class Owner:
             fault=core.fault,
         )
 
-    def verify(self) -> VerifyReport:
-        """A second state from the log alone must equal the live one bit for bit; accounts, orders and index must
-        agree."""
+    def verify(self, cold: Sequence[ColdScrub] | None = None) -> VerifyReport:
+        """Every byte of every sealed segment must be what was written, here and in the cold tier, those that a replay
+        has no need of included; a second state from the log alone must equal the live one bit for bit; accounts, orders
+        and index must agree. `cold`: what came of `cold_scrub`, if that was done already."""
         self.commit()
-        state = self.core.state
         base = self.upkeep.base if self.upkeep is not None else None
-        try:
-            twin = rebuild_from_log(self.journal, self._checkpoints, base)
-        except ColdLost as lost:  # only its own tasks wait for it: no reason to stop leasing
-            return VerifyReport(False, state.index.count, state.frames, [str(lost)])
-        if isinstance(twin, str):
-            differences = [twin]
-        else:
-            differences = state.differences(twin)
-            parts = snapshot.take(state).differences(snapshot.take(twin))
-            if parts and not differences:
-                differences.append(f"{', '.join(parts)} are not what the log gives")
-        differences += state.audit() + self.core.stranded()
-        if differences and not self.core.fault:
-            self.core.fault = (
-                f"verify found {len(differences)} differences, first: {differences[0]}; leasing has "
-                "stopped, keep the journal folder"
-            )
-        return VerifyReport(not differences, state.index.count, state.frames, differences)
+        if self.scrubbing is not None:
+            self.scrubbing.whole()
+        self.cold_scrubbed([call() for call in self.cold_scrub()] if cold is None else cold)
+        damaged = [frame.sentence for frame in self.scrub_report().damaged]
+        return verify(self.core, self.journal, self._checkpoints, base, damaged)
 
     def scrub(self, budget_bytes: int) -> bool:
         """Look at so much more of the sealed log; whether that ended a round."""
@@ -413,7 +404,7 @@ class Owner:
     def cold_scrubbed(self, found: Sequence[ColdScrub]) -> None:
         """Name what they found."""
         if self.tiering is not None and self.scrubbing is not None:
-            self.tiering.scrubbed(found, self.scrubbing)
+            self.tiering.scrubbed(found)
 
     def finish(self) -> None:
         """The end of this life: write down what is under way."""
@@ -639,8 +630,12 @@ class Owner:
         self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
         try:
             return self.payloads.pulled(tasks)
-        except FabricError:
+        except FabricError as fault:
             self.core.release_pulled(name)  # rows of a dead letter lie in a store that is away
+            if isinstance(
+                fault, ColdLost
+            ):  # it may be restored: whoever lands waits for it, as workers do
+                raise NotFetched(f"ColdLost: {fault}", retry_after_s=5.0) from fault
             raise
 
     def release_pulled(self, name: str) -> None:
@@ -673,15 +668,16 @@ class Owner:
         return self.core.states(task_ids)
 
 
-def _progress(total: Ledger, rate: float) -> dict[str, Any]:
-    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves."""
+def _progress(total: Ledger, rate: float, *, flows: bool = True) -> dict[str, Any]:
+    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves, and while nothing is
+    leased any more, since what is ready then stays."""
     done = total.retired.tokens + total.dead.tokens
     left = total.enqueued.tokens - done
     return {
         "tokens_total": total.enqueued.tokens,
         "tokens_done": done,
         "tokens_per_s": rate,
-        "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+        "eta_s": 0.0 if not left else left / rate if rate > 0 and flows else None,
     }
 
 

@@ -160,15 +160,26 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class DamagedFrame:
-    """Bytes of `segment` from `offset` on are not what was written. tasks: how many have their row or outcome in
-    that frame; live: how many of them still need it; task_ids: which, as spans."""
+    """Bytes `offset`..`end` of `segment` (the path of a file, the address of an object) are not what was written: what
+    is wrong with them, in words, and the LSNs `lsn`..`last_lsn` that this is about. tasks: how many have their row or
+    outcome there; live: how many of them still need it; task_ids: which, as spans. remedy: what to do."""
 
     segment: str
     offset: int
+    end: int
     lsn: int
+    last_lsn: int
+    what: str
     tasks: int
     live: int
     task_ids: str
+    remedy: str
+
+    @property
+    def sentence(self) -> str:
+        lsns = f"LSN {self.lsn}" + (f"..{self.last_lsn}" if self.last_lsn > self.lsn else "")
+        tasks = f"{self.live} tasks need it ({self.task_ids})" if self.live else "no task needs it"
+        return f"{self.segment} {self.what}: bytes {self.offset}..{self.end}, {lsns}, {tasks}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)

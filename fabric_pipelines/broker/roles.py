@@ -109,7 +109,10 @@ def require_role(who: Identity, call: str) -> None:
     """WrongRole unless `who` may make this call."""
     allowed = ROLES[call]
     if not who.roles & allowed:
-        raise WrongRole(f"{who.name} may not {call}: only {', '.join(sorted(allowed))} may")
+        raise WrongRole(
+            f"{who.name} may not {call}: only {', '.join(sorted(allowed))} may; come with a certificate of such a "
+            "role (`fabric broker certificates --client` makes them)"
+        )
 
 
 def require_tenant(who: Identity, tenant: str, what: str) -> None:

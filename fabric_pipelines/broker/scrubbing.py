@@ -2,23 +2,38 @@
 
 The journal finds bytes that are not what was written; this names the tasks in them. Leasing stops when one of
 them still lives, since its tokens or its outcome are lost here; damage among the dead is reported only, and
-goes with its segment.
+goes with its segment. What was damaged and is whole at the next look was repaired: it is told no more, and what
+stopped for it goes on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Core
+from fabric_pipelines.broker.facts import Kind
 from fabric_pipelines.broker.replies import DamagedFrame, ScrubReport
 from fabric_pipelines.broker.space import Sequences
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.journal import Damage, Journal, ScrubSlice
+from fabric_pipelines.journal.frame import COMMIT, DURABLE, OPENED, SEAL, SEGMENT
 
 SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
 SPANS_MAX = 16
+COUNTERS = ("scrubbed_bytes", "scrubbed_frames", "scrub_rounds", "frames_repaired")
+IN_PLACE = "restore that file from a copy and restart the broker"
+OF_AN_OBJECT = "restore that object from a copy; it is looked at again within half a minute"
+CONTROL_NAMES = {
+    SEGMENT: "SEGMENT",
+    COMMIT: "COMMIT",
+    DURABLE: "DURABLE",
+    SEAL: "SEAL",
+    OPENED: "OPENED",
+}
 
 
 class Scrubbing:
@@ -26,7 +41,8 @@ class Scrubbing:
         self._journal, self._core, self._clock = journal, core, clock
         self._last_s = clock.monotonic_s()
         self.damaged: dict[int, DamagedFrame] = {}
-        self.counters = dict.fromkeys(("scrubbed_bytes", "scrubbed_frames", "scrub_rounds"), 0)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._stopped_by: dict[int, str] = {}  # LSN: the fault that says so
 
     def tick(self) -> None:
         """A slice now and then: 8 GiB in about half an hour."""
@@ -37,24 +53,58 @@ class Scrubbing:
 
     def slice(self, budget_bytes: int) -> bool:
         """Look at about so many bytes more; whether that ended a round."""
+        return self._look(budget_bytes).round_ended
+
+    def whole(self) -> None:
+        """Look at every sealed segment that is here, wherever the round stands."""
+        found = self._look(SLICE_BYTES)
+        begun_at = found.first_lsn if found.frames else self._journal.next_lsn
+        while not found.round_ended:
+            found = self._look(SLICE_BYTES)
+        seen = self._journal.first_lsn - 1
+        while seen < begun_at - 1:
+            found = self._look(SLICE_BYTES)
+            if found.round_ended:
+                return
+            seen = found.last_lsn
+
+    def _look(self, budget_bytes: int) -> ScrubSlice:
         found = self._journal.scrub(budget_bytes)
         self.counters["scrub_rounds"] += found.round_ended
         self.note(found)
-        return found.round_ended
+        return found
 
     def note(self, found: ScrubSlice, *, cold: bool = False) -> None:
-        """Count what was looked at and name what is damaged."""
+        """Count what was looked at, name what is damaged, and forget what is whole again."""
         self.counters["scrubbed_bytes"] += found.bytes
         self.counters["scrubbed_frames"] += found.frames
+        bad = {damage.lsn for damage in found.damaged}
+        self.forget(
+            lsn
+            for lsn, known in self.damaged.items()
+            if found.first_lsn <= lsn <= found.last_lsn and (lsn not in bad or known.last_lsn > lsn)
+        )
         for damage in found.damaged:
-            if damage.lsn not in self.damaged:
-                self._name(damage, cold=cold)
+            self._name(damage, cold=cold)
 
-    def forget(self, first_lsn: int, last_lsn: int) -> None:
-        """Those frames were damaged and are whole again: an object was restored."""
-        self.damaged = {
-            lsn: frame for lsn, frame in self.damaged.items() if not first_lsn <= lsn <= last_lsn
-        }
+    def note_lost(self, lost: DamagedFrame) -> None:
+        """A whole object is missing, or is not the one that was put."""
+        for lsn in [lsn for lsn in self.damaged if lost.lsn <= lsn <= lost.last_lsn]:
+            del self.damaged[lsn]
+        self.damaged[lost.lsn] = lost
+
+    def forget(self, lsns: Iterable[int]) -> None:
+        """Those frames were looked at and are whole."""
+        for lsn in list(lsns):
+            if self.damaged.pop(lsn, None) is not None:
+                self.counters["frames_repaired"] += 1
+            fault = self._stopped_by.pop(lsn, None)
+            if fault is not None and self._core.fault == fault:
+                self._core.fault = next(iter(self._stopped_by.values()), "")
+
+    def among(self, first_lsn: int, last_lsn: int) -> list[DamagedFrame]:
+        """What is known to be damaged there."""
+        return [f for lsn, f in sorted(self.damaged.items()) if first_lsn <= lsn <= last_lsn]
 
     def report(self) -> ScrubReport:
         """What is known to be damaged in the segments that are still held."""
@@ -73,13 +123,24 @@ class Scrubbing:
         tasks, live = self._tasks_at(damage.lsn)
         ids = spans_of(self._core.state.task_ids(tasks))
         self.damaged[damage.lsn] = frame = DamagedFrame(
-            damage.segment, damage.offset, damage.lsn, len(tasks), live, ids
+            segment=damage.segment,
+            offset=damage.offset,
+            end=damage.end,
+            lsn=damage.lsn,
+            last_lsn=damage.lsn,
+            what=f"is damaged in its {_frame_of(damage.kind)}",
+            tasks=len(tasks),
+            live=live,
+            task_ids=ids,
+            remedy=OF_AN_OBJECT if cold else IN_PLACE,
         )
-        if live and not cold and not self._core.fault:
-            self._core.fault = (
+        if live and not cold and damage.lsn not in self._stopped_by:
+            fault = (
                 f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
-                f"{ids} cannot be read; leasing has stopped, restore the file from a copy and restart"
+                f"{ids} cannot be read; leasing has stopped, {IN_PLACE}"
             )
+            self._stopped_by[damage.lsn] = fault
+            self._core.fault = self._core.fault or fault
 
     def _tasks_at(self, lsn: int) -> tuple[Sequences, int]:
         """The tasks whose row or outcome lies in that frame, and how many of them still need it."""
@@ -95,6 +156,13 @@ class Scrubbing:
         reports = np.flatnonzero(index.done_frames.view == lsn)
         rows = np.flatnonzero(np.isin(index.done[: index.count], reports))
         return rows, int(np.isin(rows, need.outcomes).sum())
+
+
+def _frame_of(kind: int) -> str:
+    """A frame by the name of its kind; 0 for a control frame that does not tell its own."""
+    if kind in Kind._value2member_map_:
+        return f"{Kind(kind).name} frame"
+    return f"{CONTROL_NAMES[kind]} frame" if kind in CONTROL_NAMES else "control frame"
 
 
 def spans_of(numbers: Sequences) -> str:

@@ -40,6 +40,7 @@ from fabric_pipelines.broker.roles import (
     require_tenant,
 )
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.tiering import ColdScrub
 from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import (
@@ -165,7 +166,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return self._ask(lambda owner: owner.status(), Rank.QUESTION)
 
     def _verify(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        return self._ask(lambda owner: owner.verify(), Rank.QUESTION)
+        """Cold segments are read here, so that the store keeps nobody waiting; the rebuild keeps everybody waiting."""
+        cold = self._read_cold()
+        return self._ask(lambda owner: owner.verify(cold), Rank.QUESTION)
 
     def _scrub(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         """A whole round, in slices, so that others are served in between."""
@@ -173,10 +176,14 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             lambda owner: owner.scrub(SCRUB_BYTES), Rank.QUESTION, durable=False
         ).result():
             pass
-        calls = self._desk.ask(lambda owner: owner.cold_scrub(), Rank.QUESTION).result()
-        found = [call() for call in calls]  # here, so that the store keeps nobody else waiting
+        found = self._read_cold()
         self._desk.ask(lambda owner: owner.cold_scrubbed(found), Rank.QUESTION).result()
         return self._ask(lambda owner: owner.scrub_report(), Rank.QUESTION)
+
+    def _read_cold(self) -> list[ColdScrub]:
+        """In the caller's own thread."""
+        calls = self._desk.ask(lambda owner: owner.cold_scrub(), Rank.QUESTION).result()
+        return [call() for call in calls]
 
     def _drain(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         undo = fields.flag(head, "undo", default=False)

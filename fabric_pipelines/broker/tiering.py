@@ -23,7 +23,7 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Fact, Kind, Uploaded
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.replies import DamagedFrame
-from fabric_pipelines.broker.scrubbing import Scrubbing, spans_of
+from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing, spans_of
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     FULL,
@@ -106,13 +106,18 @@ class Lost:
 
 @dataclass(slots=True)
 class _Job:
-    """One kind of call, at most one of it under way."""
+    """One kind of call, at most one of it under way. `fault`: why the last one failed, until one succeeds."""
 
     underway: Future[Any] | None = None
+    fault: str = ""
     patience: Patience = field(default_factory=Patience)
 
     def free(self, now_s: float) -> bool:
         return self.underway is None and now_s >= self.patience.due_s
+
+    def succeeded(self) -> None:
+        self.fault = ""
+        self.patience.found()
 
     def answer(self) -> Any:
         """What came of it, once; None while there is nothing."""
@@ -139,11 +144,12 @@ class Tiering:
         self.water, self.clock = water, clock
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.lost: dict[int, Lost] = {}
-        self.last_fault = ""
+        self.scrubbing: Scrubbing | None = None
         self.covered_lsn: Callable[[], int] = lambda: 0
         self.checkpoint: Callable[[], None] = lambda: None
         self._log, self._commit, self._background = log, commit, background
-        self._out, self._back, self._gone = _Job(), _Job(), _Job()
+        self._out, self._back, self._gone, self._again = _Job(), _Job(), _Job(), _Job()
+        self._looked_s = 0.0
         self._uploading: Segment | None = None
         self._wanted: dict[int, None] = {}  # LSNs, in the order of need
         self._refused: set[int] = set()  # epochs that are damaged here
@@ -185,11 +191,12 @@ class Tiering:
         self._remove_next(now_s)
         self._upload_next(now_s)
         self._fetch_next(now_s)
+        self._look_again(now_s)
 
     def settle(self) -> None:
         """The end of this life: what is under way ends soon; what it did is written down."""
         self.journal.cold.stopping = True
-        for job in (self._out, self._back, self._gone):
+        for job in (self._out, self._back, self._gone, self._again):
             if job.underway is not None:
                 job.underway.exception()
         self._take_answers(self.clock.monotonic_s())
@@ -203,6 +210,8 @@ class Tiering:
             self._fetched(fetched, now_s)
         if (removed := self._gone.answer()) is not None:
             self._removed(removed, now_s)
+        if (looked := self._again.answer()) is not None:
+            self._looked_again(looked, now_s)
 
     def _start(self, job: _Job, work: Callable[[], Any]) -> None:
         job.underway = self._background(lambda: _attempt(work))
@@ -216,8 +225,15 @@ class Tiering:
                 f"the journal's disk failed while {what} ({fault.strerror or fault}): check the disk, then start "
                 "the broker again"
             ) from fault
-        self.last_fault = f"{what}: {fault}"
+        job.fault = f"{what}: {fault}"
         job.patience.lost(now_s)
+
+    @property
+    def last_fault(self) -> str:
+        """What keeps the cold tier from its work now; empty when nothing does."""
+        lost = [lost.sentence for lost in self.lost.values()]
+        jobs = (self._back, self._out, self._gone, self._again)
+        return next(filter(None, [job.fault for job in jobs] + lost), "")
 
     # -- out
 
@@ -282,7 +298,7 @@ class Tiering:
                 self._refused.add(segment.epoch)
             self._failed(self._out, copied, "a segment went to the cold tier", now_s)
             return
-        self._out.patience.found()
+        self._out.succeeded()
         if self.journal.sealed_segment(copied.epoch) is None:
             return  # dropped meanwhile: its object goes, as that of any dropped segment
         fact = Uploaded(copied.epoch, copied.first_lsn, copied.last_lsn, copied.size, copied.crc)
@@ -362,7 +378,7 @@ class Tiering:
             )
 
     def _fetched(self, parts: list[tuple[Segment, Any]], now_s: float) -> None:
-        self._back.patience.found()
+        self._back.succeeded()
         for segment, found in parts:
             if self.journal.sealed_segment(segment.epoch) is not segment:
                 continue  # dropped meanwhile
@@ -371,6 +387,8 @@ class Tiering:
                 self.counters["cold_fetches"] += 1
                 self.counters["cold_fetched_bytes"] += sum(map(len, found.values()))
                 self.lost.pop(segment.epoch, None)
+                if self.scrubbing is not None:
+                    self.scrubbing.forget(lsn for lsn in found if not self._is_whole_lost(lsn))
                 continue
             self.counters["cold_fetch_failures"] += 1
             if isinstance(found, ColdLost):
@@ -382,9 +400,34 @@ class Tiering:
         """Name the tasks that wait for this segment."""
         tasks = self.tasks_in(segment)
         ids = spans_of(self.core.state.task_ids(tasks))
-        sentence = f"{fault}; tasks {ids} wait for it"
+        sentence = (
+            f"{fault}; {len(tasks)} tasks need it ({ids}) and go on within half a minute after that"
+            if len(tasks)
+            else f"{fault}; no task needs it"
+        )
         self.lost[segment.epoch] = Lost(sentence, len(tasks), now_s + LOST_AGAIN_S)
-        self.last_fault = sentence
+        scrubbing = self.scrubbing
+        if scrubbing is not None and not scrubbing.among(segment.first_lsn, segment.last_lsn):
+            self._list(segment)
+
+    def _list(self, segment: Segment) -> None:
+        """Among what is damaged, as a whole: it is looked at again until it is back."""
+        assert self.scrubbing is not None
+        tasks = self.tasks_in(segment)
+        self.scrubbing.note_lost(
+            DamagedFrame(
+                segment=self.journal.cold.address(segment.epoch),
+                offset=0,
+                end=segment.end,
+                lsn=segment.first_lsn,
+                last_lsn=segment.last_lsn,
+                what="is missing or not the one that was put",
+                tasks=len(tasks),
+                live=len(tasks),
+                task_ids=spans_of(self.core.state.task_ids(tasks)),
+                remedy=OF_AN_OBJECT,
+            )
+        )
 
     def tasks_in(self, segment: Segment) -> Sequences:
         """Tasks whose rows lie there and are needed."""
@@ -403,6 +446,53 @@ class Tiering:
 
     # -- scrub
 
+    def _is_whole_lost(self, lsn: int) -> bool:
+        """Whether a whole object is listed there, of which one frame that came back says too little."""
+        assert self.scrubbing is not None
+        known = self.scrubbing.damaged.get(lsn)
+        return known is not None and known.last_lsn > known.lsn
+
+    def _look_again(self, now_s: float) -> None:
+        """Objects that are listed as damaged or missing may have been restored: of one that is of the right size again
+        what was damaged is read, or all of it if it was missing."""
+        due = now_s - self._looked_s >= LOST_AGAIN_S and self._again.free(now_s)
+        if self.scrubbing is None or not due:
+            return
+        self._looked_s = now_s
+        calls = []
+        for holding in self.journal.holdings:
+            segment = self.journal.sealed_segment(holding.epoch)
+            if holding.cold and segment is not None:
+                known = self.scrubbing.among(holding.first_lsn, holding.last_lsn)
+                if known:
+                    calls.append(self._looking(segment, known))
+        if calls:
+            self._start(self._again, lambda: [call() for call in calls])
+
+    def _looking(
+        self, segment: Segment, known: list[DamagedFrame]
+    ) -> Callable[[], list[ColdScrub]]:
+        cold = self.journal.cold
+        if any(frame.last_lsn > frame.lsn for frame in known):
+            return lambda: [ColdScrub(segment, _attempt(lambda: cold.scrub(segment)))]
+        lsns = [frame.lsn for frame in known]
+
+        def look() -> list[ColdScrub]:
+            found = _attempt(lambda: cold.look_again(segment, lsns))
+            parts = found if isinstance(found, list) else [found]
+            return [ColdScrub(segment, part) for part in parts]
+
+        return look
+
+    def _looked_again(self, looked: list[list[ColdScrub]], now_s: float) -> None:
+        assert self.scrubbing is not None
+        self._again.succeeded()
+        for found in looked:
+            try:
+                self.scrubbed(found)
+            except (FabricError, OSError) as fault:
+                self._failed(self._again, fault, "damaged objects were looked at again", now_s)
+
     def scrub_calls(self) -> list[Callable[[], ColdScrub]]:
         segments = [
             self.journal.sealed_segment(holding.epoch)
@@ -415,26 +505,22 @@ class Tiering:
         cold = self.journal.cold
         return lambda: ColdScrub(segment, _attempt(lambda: cold.scrub(segment)))
 
-    def scrubbed(self, found: Sequence[ColdScrub], scrubbing: Scrubbing) -> None:
-        """Count what was read and name what is damaged or lost. Raises the first reason why a segment could not be
-        looked at."""
+    def scrubbed(self, found: Sequence[ColdScrub]) -> None:
+        """Count what was read, name what is damaged or lost, and forget what is whole again. Raises the first reason
+        why a segment could not be looked at."""
+        scrubbing = self.scrubbing
+        assert scrubbing is not None, "whoever reads cold segments has a list of what is damaged"
         for scrub in found:
             segment, answer = scrub.segment, scrub.found
             if self.journal.sealed_segment(segment.epoch) is not segment:
                 continue  # dropped meanwhile
             if isinstance(answer, ScrubSlice):
                 scrubbing.note(answer, cold=True)
-                if not answer.damaged:
+                if not scrubbing.among(segment.first_lsn, segment.last_lsn):
                     self.lost.pop(segment.epoch, None)
-                    scrubbing.forget(segment.first_lsn, segment.last_lsn)
             elif isinstance(answer, ColdLost):
                 self.lose(segment, answer, self.clock.monotonic_s())
-                tasks = self.tasks_in(segment)
-                ids = spans_of(self.core.state.task_ids(tasks))
-                name = self.journal.cold.object_name(segment.epoch)
-                scrubbing.damaged[segment.first_lsn] = DamagedFrame(
-                    name, 0, segment.first_lsn, len(tasks), len(tasks), ids
-                )
+                self._list(segment)
             else:
                 raise answer
 
@@ -457,7 +543,7 @@ class Tiering:
 
     def _removed(self, removed: int | FabricError | OSError, now_s: float) -> None:
         if isinstance(removed, int):
-            self._gone.patience.found()
+            self._gone.succeeded()
             self.counters["cold_removals"] += removed
         else:
             self.counters["cold_removal_failures"] += 1

@@ -89,7 +89,7 @@ def require_local(endpoint: str) -> str:
             f"the socket path of broker endpoint {endpoint!r} has characters other than letters, digits and "
             "._~-/, which gRPC does not take: set FABRIC_BROKER_URL to a plain path"
         )
-    host, port = _address(endpoint.removeprefix(PLAIN))
+    host, port = address_of(endpoint.removeprefix(PLAIN))
     if endpoint.startswith(PLAIN) and host in LOOPBACK and port:
         return endpoint
     raise SettingsError(
@@ -103,7 +103,7 @@ def require_reachable(endpoint: str, credentials: Credentials | None) -> str:
     """The endpoint, if a client may connect to it: local, or with credentials for TLS."""
     if not endpoint.startswith(TLS):
         return require_local(endpoint)
-    host, port = _address(endpoint.removeprefix(TLS))
+    host, port = address_of(endpoint.removeprefix(TLS))
     if not host or not port:
         raise SettingsError(f"broker endpoint {endpoint!r} must be {TLS}<host>:<port>")
     if credentials is None:
@@ -137,7 +137,7 @@ def require_strong_ciphers() -> None:
 def prove_strong(endpoint: str, port: int) -> None:
     """Refused if the TLS server at `port` takes a suite without authenticated encryption from a client that has
     nothing else, which means that gRPC was used before the list was set."""
-    host = _address(endpoint.removeprefix(TLS))[0].strip("[]")
+    host = address_of(endpoint.removeprefix(TLS))[0].strip("[]")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if not answers_hello(host, port, WEAK_SUITES):
         return
@@ -169,7 +169,7 @@ def answers_hello(host: str, port: int, suites: str) -> bool:
     return len(start) >= 6 and (start[0], start[5]) == SERVER_HELLO
 
 
-def _address(text: str) -> tuple[str, int]:
+def address_of(text: str) -> tuple[str, int]:
     """(host, port); port 0 when there is none that could be one."""
     host, _, port = text.rpartition(":")
     number = int(port) if port.isascii() and port.isdigit() else 0

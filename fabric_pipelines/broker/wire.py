@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from fabric_pipelines.broker.envelope import Part, pack, unpack
-from fabric_pipelines.broker.transport import TLS
+from fabric_pipelines.broker.handshake import why_refused
+from fabric_pipelines.broker.transport import Credentials
 from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
@@ -61,8 +62,11 @@ def as_flight_error(fault: FabricError) -> flight.FlightServerError:
     return flight.FlightServerError(_MARK + json.dumps(error_head(fault)) + _MARK)
 
 
-def from_flight_error(fault: Exception, endpoint: str) -> FabricError:
-    """The typed error inside a Flight error, else BrokerUnavailable."""
+def from_flight_error(
+    fault: Exception, endpoint: str, credentials: Credentials | None = None
+) -> FabricError:
+    """The typed error inside a Flight error, else BrokerUnavailable. Of a connection under TLS that did not come about
+    gRPC says little and differently each time, so with `credentials` the handshake is asked itself."""
     _, mark, rest = str(fault).partition(_MARK)
     if mark:
         try:
@@ -73,11 +77,8 @@ def from_flight_error(fault: Exception, endpoint: str) -> FabricError:
         return BrokerUnavailable(
             f"the broker at {endpoint} does not answer in time: see `fabric status` and its log"
         )
-    if isinstance(fault, flight.FlightUnavailableError) and endpoint.startswith(TLS):
-        return BrokerUnavailable(
-            f"no broker answers at {endpoint}, or one of the two does not trust the other's certificate (of another "
-            f"CA, for another host, past its end): compare FABRIC_TLS_CA and FABRIC_TLS_CERT on both sides ({_first_line(fault)[-120:]})"
-        )
+    if isinstance(fault, flight.FlightUnavailableError) and credentials is not None:
+        return why_refused(endpoint, credentials)
     if isinstance(fault, flight.FlightUnavailableError):
         return BrokerUnavailable(f"no broker answers at {endpoint}: start one with `fabric up`")
     return BrokerUnavailable(

@@ -121,6 +121,41 @@ update fabric.shard_lease
 set expires = clock_timestamp()
 where name = %(name)s and holder = %(holder)s and token = %(token)s;
 
+-- name: acquire_device
+insert into fabric.device_lease as held (name, holder, token, expires)
+values (%(name)s, %(holder)s, 1, clock_timestamp() + %(ttl_s)s * interval '1 second')
+on conflict (name) do update
+    set holder = excluded.holder, token = held.token + 1, expires = excluded.expires,
+        generation = null, loaded_at = null
+    where held.expires <= clock_timestamp() or held.holder = excluded.holder
+returning token;
+
+-- name: device_holder
+select holder, token, greatest(0, extract(epoch from expires - clock_timestamp()))::float8
+from fabric.device_lease where name = %(name)s;
+
+-- name: renew_device
+update fabric.device_lease
+set expires = clock_timestamp() + %(ttl_s)s * interval '1 second'
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp();
+
+-- name: release_device
+update fabric.device_lease
+set expires = clock_timestamp(), generation = null, loaded_at = null
+where name = %(name)s and holder = %(holder)s and token = %(token)s;
+
+-- name: publish_device
+update fabric.device_lease
+set generation = %(generation)s, loaded_at = clock_timestamp()
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp();
+
+-- name: devices
+select name, holder, token, greatest(0, extract(epoch from expires - clock_timestamp()))::float8,
+    generation, loaded_at
+from fabric.device_lease
+where expires > clock_timestamp() and (%(name)s::text is null or name = %(name)s)
+order by name;
+
 -- name: last_generation
 select coalesce(max(generation), 0) from fabric.shard_generation where name = %(name)s;
 

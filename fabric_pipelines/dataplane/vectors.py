@@ -27,6 +27,18 @@ class ShardLease:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """A card that holds a shard now. generation: what it has loaded and checked, None until then."""
+
+    name: str
+    holder: str
+    token: int
+    expires_in_s: float
+    generation: int | None
+    loaded_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRow:
     name: str
     generation: int
@@ -76,6 +88,58 @@ def release_shard(database: Database, lease: ShardLease) -> bool:
     """Give the lease back; False if it was lost before. The token stays and only grows."""
     with database.session() as connection:
         return connection.execute(query("release_shard"), _lease_fields(lease)).rowcount == 1
+
+
+def acquire_device(database: Database, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+    """The exclusive right to hold shard `name` on a card, under a new token; nothing counts as loaded yet. Raises
+    AlreadyRunning naming the holder while another card's lease is running."""
+    with database.session() as connection:
+        row = connection.execute(
+            query("acquire_device"), {"name": name, "holder": holder, "ttl_s": ttl_s}
+        ).fetchone()
+        if row is None:
+            held = connection.execute(query("device_holder"), {"name": name}).fetchone()
+            assert held is not None
+            raise AlreadyRunning(
+                f"shard {name!r} is on the card {held[0]} (token {held[1]}) for another {held[2]:.0f} s "
+                "at least; close it there, or open it here with device='cpu'"
+            )
+    return ShardLease(name, holder, int(row[0]))
+
+
+def renew_device(database: Database, lease: ShardLease, *, ttl_s: float) -> None:
+    """Raises FencingLost once the lease ran out or went to another card."""
+    _device_step(database, "renew_device", lease, {"ttl_s": ttl_s})
+
+
+def publish_device(database: Database, lease: ShardLease, *, generation: int) -> None:
+    """`generation` is loaded and checked: said in one statement that checks the lease. Raises FencingLost."""
+    _device_step(database, "publish_device", lease, {"generation": generation})
+
+
+def release_device(database: Database, lease: ShardLease) -> bool:
+    """Give the lease back; False if it was lost before."""
+    with database.session() as connection:
+        return connection.execute(query("release_device"), _lease_fields(lease)).rowcount == 1
+
+
+def devices(database: Database, name: str | None = None) -> list[DeviceRow]:
+    """Running device leases, of one shard or of all."""
+    with database.session() as connection:
+        rows = connection.execute(query("devices"), {"name": name}).fetchall()
+    return [DeviceRow(*row) for row in rows]
+
+
+def _device_step(
+    database: Database, statement: str, lease: ShardLease, more: Mapping[str, Any]
+) -> None:
+    with database.session() as connection:
+        done = connection.execute(query(statement), {**_lease_fields(lease), **more}).rowcount
+    if done != 1:
+        raise FencingLost(
+            f"{lease.holder} no longer holds shard {lease.name!r} under device token {lease.token}: "
+            "what it had loaded is released; open the shard again"
+        )
 
 
 def last_generation(database: Database, name: str) -> int:

@@ -16,18 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fabric_pipelines.device.card import Bytes, DeviceArray, Memory
 from fabric_pipelines.device.cubins import architecture_for, image, read_manifest
 from fabric_pipelines.errors import DeviceRefused, MissingDependency
 
 THREADS = 256  # every kernel of cuda/ is written for this block
 BLOCKS_PER_MULTIPROCESSOR = 16  # rounds of blocks a card gets to even out its work
-DeviceArray = Any  # cupy.ndarray; CuPy ships no types
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    free_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +121,24 @@ class Gpu:
             runtime=int(runtime.runtimeGetVersion()),
         )
 
+    @property
+    def name(self) -> str:
+        return f"{self.identity.name} (cuda:{self.identity.ordinal})"
+
+    @property
+    def address(self) -> str:
+        return str(self._device.pci_bus_id)
+
     def memory(self) -> Memory:
         """As the driver sees it now, so blocks cached by CuPy's pool count as taken."""
         with self._device:
             free, total = self._cupy.cuda.runtime.memGetInfo()
         return Memory(int(free), int(total))
 
-    def require_memory(self, size: int, what: str) -> None:
+    def require_memory(self, size: int, what: str, remedy: str) -> None:
         free = self.memory().free_bytes
         if size > free:
-            raise DeviceRefused(
-                f"{what} needs {size:,} bytes on {self.identity.name}, {free:,} are free: "
-                "measure fewer clusters at a time, or use the cpu backend"
-            )
+            raise too_little(size, free, what, self.name, remedy)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """Uninitialised memory of the card. Raises DeviceRefused when there is not enough."""
@@ -151,12 +150,26 @@ class Gpu:
                 f"{self.identity.name} has no room for an array of shape {shape}: {fault}"
             ) from fault
 
+    def pool_bytes(self) -> int:
+        """What arrays of this process hold on the card, cached blocks left out."""
+        with self._device:
+            return int(self._cupy.get_default_memory_pool().used_bytes())
+
+    def trim(self) -> None:
+        with self._device:
+            self._stream.synchronize()
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
     def upload(self, host: npt.NDArray[Any]) -> DeviceArray:
         target = self.empty(host.shape, host.dtype)
+        self.store(target, host)
+        return target
+
+    def store(self, target: DeviceArray, host: npt.NDArray[Any]) -> None:
         with self._device, self._stream:
             target.set(np.ascontiguousarray(host), stream=self._stream)
             self._stream.synchronize()  # the host array may go as soon as this returns
-        return target
 
     def download(self, source: DeviceArray) -> npt.NDArray[Any]:
         with self._device, self._stream:
@@ -169,6 +182,39 @@ class Gpu:
         assert target.nbytes == source.nbytes
         with self._device:
             target.data.copy_from_device_async(source.data, source.nbytes, self._stream)
+
+    def channel(self, buffers: int, size: int) -> GpuChannel:
+        return GpuChannel(self._cupy, self._device, buffers, size)
+
+    def fill(self, target: DeviceArray, byte: int) -> None:
+        with self._device:
+            target.data.memset_async(byte, target.nbytes, self._stream)
+
+    def products(
+        self, left: DeviceArray, right: DeviceArray, out: DeviceArray, *, add: bool = False
+    ) -> None:
+        """cuBLAS, column-major: out is read as its transpose [n, q] there. PEDANTIC keeps TF32 away whatever the
+        environment says; factors of two bytes are multiplied exactly and summed in float32."""
+        cublas, cuda = self._cupy.cuda.cublas, self._cupy.cuda.runtime
+        (queries, dim), rows = left.shape, len(right)
+        narrow = left.dtype.itemsize == 2
+        kind = cuda.CUDA_R_16F if narrow else cuda.CUDA_R_32F
+        how = cublas.CUBLAS_COMPUTE_32F if narrow else cublas.CUBLAS_COMPUTE_32F_PEDANTIC
+        assert left.dtype == right.dtype
+        assert out.shape[0] >= queries
+        assert out.shape[1] >= rows
+        one, before = np.ones((), np.float32), np.full((), float(add), np.float32)
+        with self._device, self._stream:
+            handle = self._device.cublas_handle
+            cublas.gemmEx(
+                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, rows, queries, dim,
+                one.ctypes.data, right.data.ptr, kind, dim, left.data.ptr, kind, dim,
+                before.ctypes.data, out.data.ptr, cuda.CUDA_R_32F, out.shape[1], how,
+                cublas.CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
+
+    def offset_of(self, array: DeviceArray) -> int:
+        return int(array.data.ptr)
 
     def launch(self, family: str, symbol: str, blocks: int, arguments: Sequence[Any]) -> None:
         """Queue `symbol` of `family`; integers travel as int64, floats as float64."""
@@ -213,6 +259,42 @@ class Gpu:
                     self._modules[family] = module
                 self._functions[key] = self._modules[family].get_function(symbol)
         return self._functions[key]
+
+
+class GpuChannel:
+    """A stream of its own, so that copies of several channels and both directions run beside each other."""
+
+    def __init__(self, cupy: ModuleType, device: Any, buffers: int, size: int) -> None:
+        self._runtime, self._device = cupy.cuda.runtime, device
+        with device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._pinned = [cupy.cuda.alloc_pinned_memory(size) for _ in range(buffers)]
+            self._done = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(buffers)]
+        self.buffers: list[Bytes] = [np.frombuffer(part, np.uint8, size) for part in self._pinned]
+
+    def send(self, number: int, size: int, target: DeviceArray, offset: int) -> None:
+        here, there = self.buffers[number].ctypes.data, target.data.ptr + offset
+        self._queue(there, here, size, self._runtime.memcpyHostToDevice, number)
+
+    def read_back(self, number: int, size: int, source: DeviceArray, offset: int) -> None:
+        here, there = self.buffers[number].ctypes.data, source.data.ptr + offset
+        self._queue(here, there, size, self._runtime.memcpyDeviceToHost, number)
+
+    def wait(self, number: int) -> None:
+        self._done[number].synchronize()
+
+    def close(self) -> None:
+        with self._device:
+            self._stream.synchronize()
+
+    def _queue(self, to: int, source: int, size: int, kind: int, number: int) -> None:
+        with self._device:
+            self._runtime.memcpyAsync(to, source, size, kind, self._stream.ptr)
+            self._done[number].record(self._stream)
+
+
+def too_little(size: int, free: int, what: str, where: str, remedy: str) -> DeviceRefused:
+    return DeviceRefused(f"{what} needs {size:,} bytes on {where}, {free:,} are free: {remedy}")
 
 
 def _plain(item: Any) -> Any:

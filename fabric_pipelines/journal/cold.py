@@ -27,6 +27,7 @@ from fabric_pipelines.journal.stub import Stub, write_stub
 STEP_BYTES = 8 << 20
 GAP_BYTES = 256 << 10  # frames closer than this are fetched by one request
 FETCHED_BYTES = 256 << 20
+RESTORE = "restore that object from a copy"
 
 
 class ColdTier:
@@ -50,6 +51,10 @@ class ColdTier:
 
     def object_name(self, epoch: int) -> str:
         return f"{self._journal_id}/{epoch:08d}.segment"
+
+    def address(self, epoch: int) -> str:
+        """Where a person finds that object: a path, or a URL."""
+        return f"{self._require_store().where.rstrip('/')}/{self.object_name(epoch)}"
 
     # -- out
 
@@ -96,7 +101,7 @@ class ColdTier:
 
     def _whole_crc(self, segment: Segment, window: Window) -> int:
         """Of the local file, after each of its frames was found whole."""
-        found, _ = scrub_frames(window, segment, self._salt, 0, segment.end)
+        found, _ = scrub_frames(window, segment, self._salt, 0, segment.end, name=str(segment.path))
         if found.damaged:
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {found.damaged[0].offset}: it does not go to the "
@@ -162,16 +167,16 @@ class ColdTier:
         """What to say of a frame that cannot be had, looking once whether the object is there at all."""
         store, name = self._require_store(), self.object_name(segment.epoch)
         size, wanted = store.size(name), segment.end
+        whole = f"LSN {segment.first_lsn}..{segment.last_lsn}"
         if size is None:
-            what = "is missing"
+            what = f"is missing: {whole} cannot be read"
         elif size != wanted:
-            what = f"has {size} bytes, {wanted} were put"
+            what = f"has {size} bytes, {wanted} were put: {whole} cannot be relied on"
         else:
-            what = f"was changed at offset {segment.offsets[lsn - segment.first_lsn]}"
-        return ColdLost(
-            f"segment {name} in the cold tier {store.where} {what}: LSN {segment.first_lsn}.."
-            f"{segment.last_lsn} cannot be relied on; restore that object from a copy"
-        )
+            begin = segment.offsets[lsn - segment.first_lsn]
+            end = begin + segment.extent(lsn)
+            what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
+        return ColdLost(f"object {self.address(segment.epoch)} of the cold tier {what}; {RESTORE}")
 
     def keep(self, frames: Mapping[int, memoryview]) -> None:
         """Fetched frames, for as long as there is room."""
@@ -196,15 +201,29 @@ class ColdTier:
 
     def stream(self, segment: Segment) -> Window:
         """To read the whole segment through; nothing of it is kept."""
-        return _StoreWindow(self, segment)
+        return _StoreWindow(self, segment, STEP_BYTES)
 
     def scrub(self, segment: Segment) -> ScrubSlice:
         """Every frame of the object compared with its CRCs. ColdLost if it is missing or of another size."""
-        store = self._require_store()
-        if store.size(self.object_name(segment.epoch)) != segment.end:
-            raise self.lost(segment, segment.first_lsn)
-        found, _ = scrub_frames(self.stream(segment), segment, self._salt, 0, segment.end)
+        self._require_size(segment)
+        found, _ = self._scrub(segment, 0, segment.end)
         return found
+
+    def look_again(self, segment: Segment, lsns: Sequence[int]) -> list[ScrubSlice]:
+        """The same for those frames alone: what was damaged may have been restored."""
+        self._require_size(segment)
+        return [self._scrub(segment, lsn - segment.first_lsn, 1)[0] for lsn in lsns]
+
+    def _require_size(self, segment: Segment) -> None:
+        if self._require_store().size(self.object_name(segment.epoch)) != segment.end:
+            raise self.lost(segment, segment.first_lsn)
+
+    def _scrub(self, segment: Segment, at: int, budget_bytes: int) -> tuple[ScrubSlice, int]:
+        step = (
+            STEP_BYTES if at == 0 and budget_bytes > 1 else segment.extent(segment.first_lsn + at)
+        )
+        window, name = _StoreWindow(self, segment, step), self.address(segment.epoch)
+        return scrub_frames(window, segment, self._salt, at, budget_bytes, name=name)
 
     # -- over
 
@@ -256,8 +275,8 @@ class _Part:
 
 
 class _StoreWindow(Window):
-    def __init__(self, tier: ColdTier, segment: Segment) -> None:
-        super().__init__(tier._ops, segment.fd, segment.end, STEP_BYTES)
+    def __init__(self, tier: ColdTier, segment: Segment, step: int) -> None:
+        super().__init__(tier._ops, segment.fd, segment.end, step)
         self._tier, self._segment = tier, segment
 
     def _read(self, span: int, offset: int) -> memoryview:

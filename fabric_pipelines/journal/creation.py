@@ -27,9 +27,15 @@ def create(ops: FileOps, folder: Path, segment_bytes: int, clock: Clock) -> Iden
         ops.fallocate(fd, segment_bytes)
         control = Control(0, 0, 0, 1, 0, 0, identity.uuid_bytes)
         salt = salt_of(identity.uuid_bytes)
-        write_all(
-            ops, fd, pack_control(SEGMENT, control, epoch=1, time_us=clock.wall_us(), salt=salt), 0
+        first = pack_control(
+            SEGMENT,
+            control,
+            epoch=1,
+            time_us=clock.wall_us(),
+            salt=salt,
+            file_bytes=segment_bytes,
         )
+        write_all(ops, fd, first, 0)
         ops.fsync(fd)
     finally:
         ops.close(fd)

@@ -10,7 +10,10 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -56,24 +59,32 @@ class FileOps(Protocol):
 
 class _Reserve:
     """Descriptors held back for the journal: connections to a busy broker may use up all the others, and a segment that
-    cannot be opened is the end of it."""
+    cannot be opened is the end of it. A descriptor above the process's soft limit is one that nobody else can take, so
+    the limit is lifted to the hard one for as long as an open lasts; for want of a difference a few are kept open."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._held: list[int] = []
+        self._lock = threading.Lock()
 
     def call(self, opening: Callable[[], T]) -> T:
-        """`opening` needs a descriptor; it is tried again with one of the reserve while there are none."""
+        """`opening` needs a descriptor; it is tried again from above the limit, then with one of the reserve."""
         while True:
             try:
                 opened = opening()
             except OSError as fault:
-                if fault.errno not in (errno.EMFILE, errno.ENFILE) or not self._held:
+                if fault.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                os.close(self._held.pop())
             else:
                 self._fill()
                 return opened
+            try:
+                with self._lock, _limit_lifted():
+                    return opening()
+            except OSError as fault:
+                if fault.errno not in (errno.EMFILE, errno.ENFILE) or not self._held:
+                    raise
+                os.close(self._held.pop())
 
     def _fill(self) -> None:
         try:
@@ -81,6 +92,16 @@ class _Reserve:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return  # none to be had now: at the next call
+
+
+@contextmanager
+def _limit_lifted() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 _reserve = _Reserve(8)

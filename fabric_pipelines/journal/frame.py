@@ -19,6 +19,8 @@ MAGIC = b"FPJ\x01"
 VERSION = 1
 ALIGNMENT = 64
 HEADER_BYTES = 64
+FILE_UNIT = 4096  # the size of a segment's file is a multiple, and its SEGMENT frame counts in it
+FILE_BYTES_MAX = FILE_UNIT * (1 << 32) - FILE_UNIT
 HEADER = struct.Struct("<4sHHIIQQqQQII")
 CONTROL = struct.Struct("<QQQQII16s")
 CONTROL_FRAME_BYTES = 128
@@ -64,6 +66,12 @@ class Header:
     @property
     def frame_bytes(self) -> int:
         return HEADER_BYTES + padded(self.length)
+
+    @property
+    def file_bytes(self) -> int:
+        """Of a SEGMENT frame: size that its file durably had when it was written; 0 if the frame is of a time when
+        none said so."""
+        return self.rows * FILE_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +159,11 @@ def pack_header(
 
 
 def pack_control(
-    kind: int, control: Control, *, epoch: int, time_us: int, salt: int
+    kind: int, control: Control, *, epoch: int, time_us: int, salt: int, file_bytes: int = 0
 ) -> tuple[bytes, bytes]:
-    """(header, padded payload) of a control frame; its LSN is that of the last data frame before it."""
+    """(header, padded payload) of a control frame; its LSN is that of the last data frame before it. `file_bytes`
+    is said by SEGMENT frames alone."""
+    assert file_bytes % FILE_UNIT == 0
     payload = control.pack()
     crc, length = payload_crc([payload])
     header = pack_header(
@@ -164,6 +174,7 @@ def pack_control(
         length=length,
         payload_crc=crc,
         salt=salt,
+        rows=file_bytes // FILE_UNIT,
     )
     return header, payload.ljust(padded(length), b"\0")
 

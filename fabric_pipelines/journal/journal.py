@@ -28,6 +28,8 @@ from fabric_pipelines.journal.frame import (
     CONTROL_FRAME_BYTES,
     DATA_KIND_MAX,
     DURABLE,
+    FILE_BYTES_MAX,
+    FILE_UNIT,
     OPENED,
     SEAL,
     SEGMENT,
@@ -57,7 +59,6 @@ from fabric_pipelines.journal.segment import (
 from fabric_pipelines.journal.store import ObjectStore
 from fabric_pipelines.journal.stub import Stub
 
-SEGMENT_BYTES_MIN = 4096
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
 
@@ -130,9 +131,9 @@ class Journal:
         Raises AlreadyRunning if another process holds it, CorruptionFound if acknowledged bytes are
         damaged, VersionRefused for another format, StorageFailed for a folder that cannot be written.
         """
-        if segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % SEGMENT_BYTES_MIN:
+        if not 0 < segment_bytes <= FILE_BYTES_MAX or segment_bytes % FILE_UNIT:
             raise UsageError(
-                f"segment_bytes is {segment_bytes}; it must be a multiple of {SEGMENT_BYTES_MIN}"
+                f"segment_bytes is {segment_bytes}; it must be a multiple of {FILE_UNIT}, at most {FILE_BYTES_MAX}"
             )
         fds: dict[Path, int] = {}
         try:
@@ -587,7 +588,12 @@ class Journal:
             journal_id=self._uuid,
         )
         header, payload = pack_control(
-            kind, control, epoch=epoch, time_us=self._clock.wall_us(), salt=self._salt
+            kind,
+            control,
+            epoch=epoch,
+            time_us=self._clock.wall_us(),
+            salt=self._salt,
+            file_bytes=self.segment_bytes if kind == SEGMENT else 0,
         )
         if kind not in (SEGMENT, SEAL):
             self._chain = extend_chain(self._chain, header, self._format)

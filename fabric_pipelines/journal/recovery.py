@@ -12,9 +12,8 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.journal.damage import next_magic, places, told
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
@@ -22,7 +21,6 @@ from fabric_pipelines.journal.frame import (
     CONTROL_FRAME_BYTES,
     CONTROL_KINDS,
     DURABLE,
-    MAGIC,
     OPENED,
     SEAL,
     SEGMENT,
@@ -35,10 +33,8 @@ from fabric_pipelines.journal.index import read_index
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     SUFFIX,
-    WINDOW_BYTES,
     Found,
     Segment,
-    Source,
     Window,
     frame_at,
 )
@@ -97,13 +93,15 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A segment file or, with `stub`, what stands here for one in the cold tier."""
+    """A segment file or, with `stub`, what stands here for one in the cold tier. `least`: bytes that the file has had
+    since before its SEGMENT frame, 0 if that does not say."""
 
     path: Path
     fd: int
     size: int
     epoch: int
     start: Control
+    least: int = 0
     stub: Stub | None = None
 
 
@@ -112,26 +110,32 @@ def recover(
 ) -> Recovered:
     """Read every segment of `folder`; with `lazy` not those sealed ones whose index file and SEAL frame agree.
     Opened descriptors are left in `fds`, whatever happens."""
-    candidates, free = _candidates(ops, folder, identity, fds)
+    candidates, unreadable = _candidates(ops, folder, identity, fds)
     if not candidates:
         raise CorruptionFound(
-            f"journal {folder} has an identity but no readable segment: everything it held is missing; "
-            "restore the folder from a copy"
+            f"journal {folder} has an identity but no readable segment{_suspects(unreadable)}: everything it held is "
+            "missing; restore the folder from a copy"
         )
     newest = candidates[max(candidates)]
+    _refuse_shortened(newest)
     salt = salt_of(identity.uuid_bytes)
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
-    _refuse_damaged_tail(newest, tail, beyond)
+    if beyond.durable_lsn > tail.last_lsn:
+        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+    _refuse_sealed_tail(newest, tail, unreadable)
+    free = [*unreadable]
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
     stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
     cold = {epoch: _of_stub(folder, stub, identity) for epoch, stub in stubs.items()}
-    live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged)
+    live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged, unreadable)
+    for candidate in live:
+        _refuse_shortened(candidate)
 
     scans = [_scan_of(ops, candidate, identity, salt, lazy) for candidate in live[:-1]]
     scans.append(tail)
     untouched = tail.end == FIRST_FRAME_OFFSET and beyond.frames == 0
-    unfinished = _require_joined(live, scans, untouched)
+    unfinished = _require_joined(ops, live, scans, untouched, salt)
     segments = [
         Segment(
             path=candidate.path,
@@ -172,7 +176,7 @@ def _of_stub(folder: Path, stub: Stub, identity: Identity) -> Candidate:
     start = Control(
         before, before, before, stub.low_epoch, stub.start_chain, stub.opens, identity.uuid_bytes
     )
-    return Candidate(folder / stub.file_name, -1, stub.size, stub.epoch, start, stub)
+    return Candidate(folder / stub.file_name, -1, stub.size, stub.epoch, start, stub=stub)
 
 
 def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, lazy: bool) -> Scan:
@@ -239,9 +243,10 @@ def holds_frames(ops: FileOps, fd: int) -> bool:
 
 def _candidates(
     ops: FileOps, folder: Path, identity: Identity, fds: dict[Path, int]
-) -> tuple[dict[int, Candidate], list[Path]]:
+) -> tuple[dict[int, Candidate], dict[Path, int]]:
+    """The segment files that begin with a SEGMENT frame, by epoch, and the sizes of those that do not."""
     candidates: dict[int, Candidate] = {}
-    free: list[Path] = []
+    unreadable: dict[Path, int] = {}
     for name in ops.names(folder):
         if not name.endswith(SUFFIX):
             continue
@@ -255,7 +260,7 @@ def _candidates(
         first = Window(ops, fd, size, step=CONTROL_FRAME_BYTES)
         found = frame_at(first, 0, epoch=None, salt=0)
         if found is None or found.control is None or found.header.kind != SEGMENT:
-            free.append(path)
+            unreadable[path] = size
             continue
         if found.control.journal_id != identity.uuid_bytes:
             raise CorruptionFound(
@@ -268,8 +273,8 @@ def _candidates(
                 f"segments {candidates[epoch].path.name} and {name} in {folder} both claim epoch {epoch}: "
                 "move the copy away"
             )
-        candidates[epoch] = Candidate(path, fd, size, epoch, found.control)
-    return candidates, free
+        candidates[epoch] = Candidate(path, fd, size, epoch, found.control, found.header.file_bytes)
+    return candidates, unreadable
 
 
 def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) -> Scan:
@@ -335,7 +340,7 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
     """Look at every 64-byte slot from `start` on for whole frames of `epoch`."""
     frames = last_lsn = durable_lsn = 0
     offset = start
-    while (offset := _next_magic(window, offset)) < window.size:
+    while (offset := next_magic(window, offset)) < window.size:
         found = frame_at(window, offset, epoch=epoch, salt=salt)
         if found is None:
             offset += ALIGNMENT
@@ -348,32 +353,41 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
     return Beyond(frames, last_lsn, durable_lsn)
 
 
-def _next_magic(source: Source, offset: int) -> int:
-    """First slot at or after `offset` that begins with the magic, or a number past the end."""
-    magic = int.from_bytes(MAGIC, "little")
-    while True:
-        span = source.at(offset, WINDOW_BYTES)
-        usable = len(span) // ALIGNMENT * ALIGNMENT
-        if not usable:
-            return offset + ALIGNMENT
-        slots = np.frombuffer(span[:usable], "<u4")[:: ALIGNMENT // 4]
-        hits = np.flatnonzero(slots == magic)
-        if len(hits):
-            return offset + int(hits[0]) * ALIGNMENT
-        offset += usable
-
-
-def _refuse_damaged_tail(newest: Candidate, tail: Scan, beyond: Beyond) -> None:
-    if beyond.durable_lsn > tail.last_lsn:
+def _refuse_shortened(candidate: Candidate) -> None:
+    """No crash shortens a file: its size was durable before the frame that says so was written. What is missing would
+    else pass for a torn tail, acknowledged or not."""
+    if candidate.size < candidate.least:
         raise CorruptionFound(
-            f"segment {newest.path} is damaged at offset {tail.end}: LSN {tail.last_lsn + 1}.."
-            f"{beyond.durable_lsn} were acknowledged and cannot be read; restore the file from a copy"
+            f"segment {candidate.path} was cut short to {candidate.size} bytes, its size is {candidate.least}: what "
+            f"was acknowledged from LSN {candidate.start.last_lsn + 1} on may be gone; restore the file from a copy"
         )
+
+
+def _suspects(unreadable: dict[Path, int]) -> str:
+    """Which files may be what is missed, cut down to nothing or overwritten."""
+    named = ", ".join(f"{path.name} of {size} bytes" for path, size in unreadable.items())
+    return f" (no first frame can be read in {named})" if named else ""
+
+
+def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, int]) -> None:
     if tail.sealed:
         raise CorruptionFound(
             f"segment {newest.path} is sealed but the one after it (epoch {newest.epoch + 1}, from LSN "
-            f"{tail.last_lsn + 1}) is missing or its first bytes are damaged; restore that file from a copy"
+            f"{tail.last_lsn + 1}) is missing or its first bytes are damaged{_suspects(unreadable)}; restore that file "
+            "from a copy"
         )
+
+
+def _damaged(ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int) -> str:
+    """What is wrong behind the last whole group, frame by frame; all of it where each frame is whole by itself."""
+    window, first = Window(ops, candidate.fd, candidate.size), scan.last_lsn + 1
+    how = {"epoch": candidate.epoch, "salt": salt, "first_lsn": first, "last_lsn": last_lsn}
+    if found := list(places(window, scan.end, **how)):
+        return told(candidate.path, found)
+    return (
+        f"segment {candidate.path} is damaged at offset {scan.end}: LSN {first}..{last_lsn} were acknowledged and "
+        "cannot be read; restore the file from a copy"
+    )
 
 
 def _live(
@@ -382,6 +396,7 @@ def _live(
     low_epoch: int,
     newest: int,
     damaged: dict[int, Path],
+    unreadable: dict[Path, int],
 ) -> list[Candidate]:
     """Segments low_epoch..newest without a gap, here or in the cold tier."""
     live: list[Candidate] = []
@@ -396,23 +411,22 @@ def _live(
             first = live[-1].start.last_lsn + 1 if live else 1
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
-                f"between {first} and {candidates[after].start.last_lsn} cannot be read; restore that file "
-                "from a copy"
+                f"between {first} and {candidates[after].start.last_lsn} cannot be read{_suspects(unreadable)}; restore "
+                "that file from a copy"
             )
         live.append(candidates[epoch])
     return live
 
 
-def _require_joined(live: list[Candidate], scans: list[Scan], newest_untouched: bool) -> bool:
+def _require_joined(
+    ops: FileOps, live: list[Candidate], scans: list[Scan], newest_untouched: bool, salt: int
+) -> bool:
     """Each segment must end where the next begins. Returns whether the last roll was cut short before its
     SEAL, which only an untouched newest segment allows."""
     for index, (candidate, scan) in enumerate(zip(live[:-1], scans[:-1], strict=True)):
         following = live[index + 1].start
         if scan.last_lsn != following.last_lsn or scan.chain != following.chain:
-            raise CorruptionFound(
-                f"segment {candidate.path} is damaged at offset {scan.end}: LSN {scan.last_lsn + 1}.."
-                f"{following.last_lsn} were acknowledged and cannot be read; restore the file from a copy"
-            )
+            raise CorruptionFound(_damaged(ops, candidate, scan, following.last_lsn, salt))
         if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
             raise CorruptionFound(
                 f"segment {candidate.path} lost its SEAL frame at offset {scan.end} (LSN {scan.last_lsn}); "

@@ -7,32 +7,43 @@ and the scrub goes on with the next. Finds and names; what damage means is the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fabric_pipelines.journal.files import FileOps
-from fabric_pipelines.journal.segment import Segment, Window, frame_at
+from fabric_pipelines.journal.frame import HEADER_BYTES, unpack_header
+from fabric_pipelines.journal.segment import Segment, Source, Window, frame_at
 
 STEP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes of `segment` from `offset` on are not what was written; `lsn` is the data frame there, or the one
-    that follows where only control frames lie."""
+    """Bytes `offset`..`end` of `segment`, a path or the address of an object, are not what was written: a frame of
+    `kind`, or 0 for a control frame whose header cannot be read. `lsn` is the data frame there or the one in front of
+    it; where only control frames lie, the one that follows. `end`: that of the frame or, where its header cannot be
+    read, where the next data frame begins."""
 
     segment: str
     offset: int
+    end: int
     lsn: int
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubSlice:
-    """bytes and data frames looked at; round_ended: every sealed segment was seen since the last such slice."""
+    """bytes and data frames looked at, which are `first_lsn` and those after it; round_ended: every sealed segment was
+    seen since the last such slice."""
 
     bytes: int
     frames: int
     damaged: tuple[Damage, ...]
+    first_lsn: int = 0
     round_ended: bool = False
+
+    @property
+    def last_lsn(self) -> int:
+        return self.first_lsn + self.frames - 1
 
 
 class Scrubber:
@@ -54,35 +65,42 @@ class Scrubber:
             self._ops.forget_cache(segment.fd)
         size = min(segment.end, self._ops.size(segment.fd))
         window = Window(self._ops, segment.fd, size, STEP_BYTES)
-        found, self._at = scrub_frames(window, segment, self._salt, self._at, budget_bytes)
+        found, self._at = scrub_frames(
+            window, segment, self._salt, self._at, budget_bytes, name=str(segment.path)
+        )
         if self._at >= len(segment.offsets):
             self._epoch, self._at = segment.epoch + 1, 0
         ended = segment is sealed[-1] and self._at == 0
         if ended:
             self._epoch = 0
-        return ScrubSlice(found.bytes, found.frames, found.damaged, round_ended=ended)
+        return replace(found, round_ended=ended)
 
 
 def scrub_frames(
-    window: Window, segment: Segment, salt: int, at: int, budget_bytes: int
+    window: Source, segment: Segment, salt: int, at: int, budget_bytes: int, *, name: str
 ) -> tuple[ScrubSlice, int]:
-    """Frames `at`, at + 1, ... of the segment, at least one; returns what was found and the next `at`."""
+    """Frames `at`, at + 1, ... of the segment, at least one; returns what was found and the next `at`. `name`: what
+    people call the file or the object that `window` reads from."""
     damaged: list[Damage] = []
     first, seen, count = at, 0, len(segment.offsets)
     while at < count and (at == first or seen < budget_bytes):
         start = 0 if at == 0 else segment.offsets[at]
         end = segment.offsets[at + 1] if at + 1 < count else segment.end
         bad = _first_bad(window, start, end, segment.epoch, salt)
-        if bad is not None:
-            damaged.append(Damage(segment.path.name, bad, segment.first_lsn + at))
-        else:
+        if bad is None:
             segment.mark_read(segment.first_lsn + at)
+        else:
+            header = unpack_header(window.at(bad, HEADER_BYTES), salt)
+            known = (header.kind, bad + header.frame_bytes) if header is not None else (0, end)
+            kind = segment.kinds[at] if bad == segment.offsets[at] else known[0]
+            lsn = segment.first_lsn + at
+            damaged.append(Damage(name, bad, min(known[1], end), lsn, kind))
         seen += end - start
         at += 1
-    return ScrubSlice(seen, at - first, tuple(damaged)), at
+    return ScrubSlice(seen, at - first, tuple(damaged), segment.first_lsn + first), at
 
 
-def _first_bad(window: Window, offset: int, end: int, epoch: int, salt: int) -> int | None:
+def _first_bad(window: Source, offset: int, end: int, epoch: int, salt: int) -> int | None:
     """Where in [offset, end), which begins with a frame, the first one that is not whole begins."""
     while offset < end:
         found = frame_at(window, offset, epoch=epoch, salt=salt)

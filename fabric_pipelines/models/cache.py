@@ -139,10 +139,20 @@ def require_whole(folder: Path) -> None:
     described = contents(folder)
     for name, entry in described["files"].items():
         if sha256_file(folder / name) != entry["sha256"]:
-            raise DigestMismatch(
-                f"{folder / name} changed since it was converted (sha256 differs): delete the folder {folder} and "
-                f"run `fabric models pull {described['model']}`"
-            )
+            raise DigestMismatch(f"{folder / name} changed since it was {_made(described, folder)}")
+
+
+def _made(described: Mapping[str, Any], folder: Path) -> str:
+    """How a part came to be, and the way to a whole one; a checkpoint was described where it lies."""
+    if "model" in described:
+        return (
+            f"converted (sha256 differs): delete the folder {folder} and "
+            f"run `fabric models pull {described['model']}`"
+        )
+    return (
+        f"described (sha256 differs): bring the file back, or run `fabric engine build {folder.name}` "
+        "to make it another engine"
+    )
 
 
 def part_mark(name: str, part: str) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fabric_pipelines.errors import MissingDependency, VersionRefused
 from fabric_pipelines.models.onnx_graph import GraphBuilder
 
-CONVERTER = "safetensors-bert-onnx-fp32/1"
+CONVERTER = "safetensors-bert-onnx-fp32/2"
 GRAPH = "trunk"
 MASKED = -1e9
 Weights = Callable[[str], npt.NDArray[np.float32]]
@@ -80,6 +80,8 @@ def convert(weights: Path, shape: BertShape, folder: Path) -> Path:
         return graph.finish(
             [(name, ["B", "L"]) for name in ("ids", "seg", "pos")],
             [("tokens", ["B", "L", shape.dim])],
+            architecture="BertModel",
+            context=shape.context,
         )
 
 

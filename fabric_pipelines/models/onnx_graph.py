@@ -8,6 +8,7 @@ tables that are only gathered from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from fabric_pipelines.errors import MissingDependency
 ALIGN_BYTES = 4096
 OPSET = 17  # LayerNormalization is native; ReduceMean still takes axes as an attribute
 IR_VERSION = 9
+NARROW = (("INT4", "int4"), ("FLOAT8", "fp8"), ("INT8", "int8"))
 
 
 class GraphBuilder:
@@ -94,8 +96,12 @@ class GraphBuilder:
         self,
         inputs: Sequence[tuple[str, Sequence[str]]],
         outputs: Sequence[tuple[str, Sequence[Any]]],
+        *,
+        architecture: str,
+        context: int,
     ) -> Path:
-        """Check and write the graph; inputs are int64, outputs float32."""
+        """Check and write the graph; inputs are int64, outputs float32. architecture, context (longest
+        sequence) stand in its metadata, for whoever opens it."""
         helper, tensor = self._onnx.helper, self._onnx.TensorProto
         graph = helper.make_graph(
             self._nodes,
@@ -110,11 +116,43 @@ class GraphBuilder:
             ir_version=IR_VERSION,
             producer_name="fabric-pipelines",
         )
+        helper.set_model_props(model, {"architecture": architecture, "context": str(context)})
         self._side.flush()
         path = self._folder / f"{self._name}.onnx"
         path.write_bytes(model.SerializeToString(deterministic=True))
         self._onnx.checker.check_model(str(path))
         return path
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph says of itself. weight_quantisation: "none", or "int8", "fp8", "int4" by the narrowest type
+    among its weights."""
+
+    architecture: str
+    context: int
+    weight_quantisation: str
+    outputs: tuple[str, ...]
+
+
+def graph_facts(path: Path) -> GraphFacts:
+    """RuntimeError when the graph is not one of ours: it lacks its metadata."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    says = {entry.key: entry.value for entry in model.metadata_props}
+    kinds = {onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    try:
+        return GraphFacts(
+            says["architecture"],
+            int(says["context"]),
+            next(
+                (word for prefix, word in NARROW if any(prefix in kind for kind in kinds)), "none"
+            ),
+            tuple(value.name for value in model.graph.output),
+        )
+    except KeyError as fault:
+        raise RuntimeError(f"{path} says nothing of its {fault.args[0]}") from fault
 
 
 def truncated(path: Path, last: str) -> bytes:
@@ -135,3 +173,45 @@ def truncated(path: Path, last: str) -> bytes:
     graph.output.extend(outputs)
     graph.initializer.extend(weights)
     return bytes(model.SerializeToString())
+
+
+def pooled(path: Path, layers: Sequence[int]) -> bytes:
+    """The packed trunk at `path` with pooling behind it: beside ids, seg, pos it takes weight[T] (float32, of each
+    token in its own sequence's result) and rows[S] (int64, 0..S-1), and gives pooled_<layer>[S, dim] for each
+    of `layers`. 1/length in `weight` makes a mean, 1 at the last token only picks it. What leaves a device is
+    then a row a sequence. Weights stay in the trunk's side file."""
+    import onnx
+
+    helper, tensor = onnx.helper, onnx.TensorProto
+    chosen = list(dict.fromkeys(layers))
+    model = onnx.load_from_string(truncated(path, f"hidden_{max(chosen)}"))
+    graph = model.graph
+    dims = {value.name: value.type.tensor_type.shape.dim[1].dim_value for value in graph.output}
+    zero = onnx.numpy_helper.from_array(np.zeros((), np.float32), "pool_zero")
+    first, second = (
+        onnx.numpy_helper.from_array(np.array([axis]), f"pool_axis_{axis}") for axis in (0, 1)
+    )
+    graph.initializer.extend([zero, first, second])
+    steps = [
+        ("Unsqueeze", ["rows", "pool_axis_1"], "pool_rows"),
+        ("Unsqueeze", ["seg", "pool_axis_0"], "pool_seg"),
+        ("Equal", ["pool_rows", "pool_seg"], "pool_held"),
+        ("Unsqueeze", ["weight", "pool_axis_0"], "pool_weight"),
+        ("Where", ["pool_held", "pool_weight", "pool_zero"], "pool"),
+        *(("MatMul", ["pool", f"hidden_{layer}"], f"pooled_{layer}") for layer in chosen),
+    ]
+    graph.node.extend(helper.make_node(kind, inputs, [name]) for kind, inputs, name in steps)
+    graph.input.extend(
+        [
+            helper.make_tensor_value_info("weight", tensor.FLOAT, ["T"]),
+            helper.make_tensor_value_info("rows", tensor.INT64, ["S"]),
+        ]
+    )
+    del graph.output[:]
+    graph.output.extend(
+        helper.make_tensor_value_info(
+            f"pooled_{layer}", tensor.FLOAT, ["S", dims[f"hidden_{layer}"]]
+        )
+        for layer in chosen
+    )
+    return bytes(model.SerializeToString(deterministic=True))

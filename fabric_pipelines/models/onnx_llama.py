@@ -15,7 +15,7 @@ import numpy as np
 from fabric_pipelines.models.gguf_llama import Float32, GgufLlama, LlamaShape, deinterleaved
 from fabric_pipelines.models.onnx_graph import GraphBuilder
 
-CONVERTER = "gguf-llama-onnx-fp32/1"
+CONVERTER = "gguf-llama-onnx-fp32/2"
 GRAPH = "trunk"
 MASKED = (
     -1e9
@@ -34,6 +34,8 @@ def convert(model: GgufLlama, folder: Path) -> Path:
         return graph.finish(
             [(name, ["T"]) for name in ("ids", "seg", "pos")],
             [(f"hidden_{layer}", ["T", shape.dim]) for layer in range(shape.layers + 1)],
+            architecture="LlamaForCausalLM",
+            context=shape.context,
         )
 
 

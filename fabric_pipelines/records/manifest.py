@@ -68,6 +68,8 @@ class EngineManifest:
         ):
             if name not in faults and fields[name] not in allowed:
                 faults[name] = f"is {fields[name]!r}, not one of {', '.join(allowed)}"
+        if "architecture" not in faults and not fields["architecture"].isidentifier():
+            faults["architecture"] = f"must be a model class, not {fields['architecture']!r}"
         if "version" not in faults and not re.fullmatch(r"[\w.+-]+ \d[\w.+-]*", fields["version"]):
             faults["version"] = f"must be '<runtime> <version>', not {fields['version']!r}"
         numbers = {name: fields[name] for name in names[4:] if name not in faults}

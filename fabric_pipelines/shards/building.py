@@ -7,10 +7,8 @@ publishes nothing (FencingLost), whatever it has written.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
-import os
 import platform
 import socket
 import time
@@ -29,9 +27,7 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import Source, SourceState
 from fabric_pipelines.dataplane.vectors import ShardLease
 from fabric_pipelines.errors import (
-    AlreadyRunning,
     CheckFailed,
-    StorageFailed,
     TransientError,
     UsageError,
 )
@@ -42,7 +38,7 @@ from fabric_pipelines.shards.content import (
     IndexSpec,
     content_of,
 )
-from fabric_pipelines.shards.disk import DISK, Disk
+from fabric_pipelines.shards.disk import DISK, Disk, locked
 from fabric_pipelines.shards.generation import (
     Generation,
     published_folder,
@@ -120,7 +116,8 @@ def holding(store: VectorStore, root: Path, name: str, disk: Disk = DISK) -> Ite
     if not folder.is_dir():
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
-    with _folder_lock(folder):
+    busy = f"another process of this machine builds in {folder}; wait until it is done"
+    with locked(folder / ".lock", busy):
         holder = f"{socket.gethostname()}:{folder.resolve()}"
         lease = store.acquire_shard(name, holder, ttl_s=LEASE_TTL_S)
         try:
@@ -250,24 +247,3 @@ class _Beat:
         if now - self._seen_s > LEASE_TTL_S / 3:
             self._store.renew_shard(self._lease, ttl_s=LEASE_TTL_S)
             self._seen_s = now
-
-
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    path = folder / ".lock"
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as fault:
-        raise StorageFailed(
-            f"cannot lock {path}: {fault.strerror}; shards need a folder that this user may write"
-        ) from fault
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as fault:
-            raise AlreadyRunning(
-                f"another process of this machine builds in {folder}; wait until it is done"
-            ) from fault
-        yield
-    finally:
-        os.close(handle)

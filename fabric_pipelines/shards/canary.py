@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from fabric_pipelines.ledger import hash64
 from fabric_pipelines.shards.difference import Difference
+from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.shard import Shard
+from fabric_pipelines.shards.store import VectorStore
 
 QUESTIONS = 8
 K = 10
@@ -41,6 +43,17 @@ def answers(shard: Shard) -> list[dict[str, list[str]]]:
         }
         for ids, distances, found in zip(ranked.I, ranked.D, ranked.found.tolist(), strict=True)
     ]
+
+
+def known_answers(store: VectorStore, generation: Generation) -> Answers | None:
+    """What the newest receipt of a generation says its canaries were answered; None if no receipt says it."""
+    for row in store.find_receipts(shard=generation.name, generation=generation.number, limit=1):
+        found: Any = row.statement
+        for part in ("predicate", "quality", "canaries", "answers"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 def changed_answers(shard: Shard, known: Answers) -> Iterator[Difference]:

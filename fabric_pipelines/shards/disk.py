@@ -9,13 +9,14 @@ fsync the page cache may pretend.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.errors import AlreadyRunning, StorageFailed
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full: free space, then build again",
@@ -86,6 +87,26 @@ class Disk:
     def remove_folder(self, path: Path) -> None:
         with _reported("remove folder", path):
             shutil.rmtree(path)
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """The lock file `path`, for the life of the block or of this process. AlreadyRunning with the sentence `busy` while
+    another one has it."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as fault:
+        raise StorageFailed(
+            f"cannot lock {path}: {fault.strerror}; shards need a folder that this user may write"
+        ) from fault
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise AlreadyRunning(busy) from fault
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

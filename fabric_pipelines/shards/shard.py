@@ -73,12 +73,6 @@ def open_generation(
     return Generation(folder, manifest, row.manifest_sha256)
 
 
-def open_shard(
-    db: Database | VectorStore, root: Path, name: str, number: int | None = None
-) -> Shard:
-    return Shard(open_generation(db, root, name, number))
-
-
 class Shard:
     """indptr int64 [lists + 1]: rows indptr[l]:indptr[l+1] of `vectors()`, `ids()` and `columns()` form list l.
 
@@ -161,11 +155,9 @@ class Shard:
         exact: every list is scanned. Otherwise only the `nprobe` lists whose centroids are nearest, each
         read once for all the queries that want it."""
         queries = Queries(xq, self._metric)
-        scan = FlatScan(queries, k)
         if exact:
-            for block in self.blocks:
-                scan.add(*self._counted(block, slice(0, len(block.ids))))
-            return scan.ranked()
+            return self._exact(queries, k)
+        scan = FlatScan(queries, k)
         near = FlatScan(queries, min(nprobe, self.manifest.lists))
         near.add(self.centroids(), np.arange(self.manifest.lists))
         probes = near.ranked().I
@@ -173,6 +165,12 @@ class Shard:
             asked = np.flatnonzero((probes == number).any(axis=1))
             for vectors, ids in self._pieces(int(number)):
                 scan.add(vectors, ids, queries=asked)
+        return scan.ranked()
+
+    def _exact(self, queries: Queries, k: int) -> Ranked:
+        scan = FlatScan(queries, k)
+        for block in self.blocks:
+            scan.add(*self._counted(block, slice(0, len(block.ids))))
         return scan.ranked()
 
     def list_rows(self, number: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:

@@ -16,7 +16,7 @@ from fabric_pipelines.dataplane.content_hash import ContentHash, Ids
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import Source, SourceRows, SourceState
 from fabric_pipelines.dataplane.staleness import Moved, Staleness
-from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow, ShardLease
+from fabric_pipelines.dataplane.vectors import DeviceRow, GenerationRow, ReceiptRow, ShardLease
 from fabric_pipelines.errors import SchemaError
 
 
@@ -61,6 +61,21 @@ class VectorStore(Protocol):
         """FencingLost when a newer token exists or the lease ran out."""
 
     def release_shard(self, lease: ShardLease) -> bool: ...
+
+    def acquire_device(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+        """The right to hold a shard on a card, under a token above every earlier one of these. AlreadyRunning while
+        another card's lease runs."""
+
+    def renew_device(self, lease: ShardLease, *, ttl_s: float) -> None:
+        """FencingLost when a newer token exists or the lease ran out."""
+
+    def publish_device(self, lease: ShardLease, *, generation: int) -> None:
+        """That generation is loaded and checked, in one statement that checks the lease. FencingLost."""
+
+    def release_device(self, lease: ShardLease) -> bool: ...
+
+    def devices(self, name: str | None = None) -> list[DeviceRow]:
+        """Running device leases and what is loaded under them."""
 
     def last_generation(self, name: str) -> int: ...
 
@@ -145,6 +160,21 @@ class PostgresStore:
 
     def release_shard(self, lease: ShardLease) -> bool:
         return vectors.release_shard(self.database, lease)
+
+    def acquire_device(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+        return vectors.acquire_device(self.database, name, holder, ttl_s=ttl_s)
+
+    def renew_device(self, lease: ShardLease, *, ttl_s: float) -> None:
+        vectors.renew_device(self.database, lease, ttl_s=ttl_s)
+
+    def publish_device(self, lease: ShardLease, *, generation: int) -> None:
+        vectors.publish_device(self.database, lease, generation=generation)
+
+    def release_device(self, lease: ShardLease) -> bool:
+        return vectors.release_device(self.database, lease)
+
+    def devices(self, name: str | None = None) -> list[DeviceRow]:
+        return vectors.devices(self.database, name)
 
     def last_generation(self, name: str) -> int:
         return vectors.last_generation(self.database, name)

@@ -38,6 +38,7 @@ from fabric_pipelines.testing.crash_life import (
 from fabric_pipelines.testing.disk_bench import DiskBench
 from fabric_pipelines.testing.sim_disk import (
     CrashState,
+    Create,
     Image,
     SimDisk,
     Write,
@@ -48,7 +49,7 @@ from fabric_pipelines.testing.sim_disk import (
 
 TORN_EACH = 400
 STILL = Clock(lambda: 0.0, lambda: 0)  # an open writes the time, and the chain covers it
-NAMED_BY_VERIFY = ("cannot be relied on", "the base of the log is lost")
+NAMED_BY_VERIFY = ("is damaged in its ", "is missing or not the one", "the base of the log is lost")
 LOST, DOUBLED, UNBALANCED = "lost", "doubled", "unbalanced"
 
 
@@ -76,11 +77,24 @@ def digest_of(image: Image) -> bytes:
 def states_of(
     disk: SimDisk, *, seed: int, subsets: int, torn: int, torn_each: int = TORN_EACH
 ) -> Iterator[CrashState]:
-    """Crash states of every operation, then about `torn_each` cuts in each of `torn` writes drawn by the seed."""
+    """Crash states of every operation, then about `torn_each` cuts in each of `torn` writes drawn by the seed and in
+    each that begins a segment or an index file, where the bytes of an earlier use show through."""
     yield from crash_states(disk, seed=seed, subsets=subsets)
-    chosen = np.random.default_rng(seed).permutation(writes_of(disk))[:torn]
-    for after_ops in sorted(chosen.tolist()):
+    drawn = np.random.default_rng(seed).permutation(writes_of(disk))[:torn].tolist()
+    for after_ops in sorted(
+        {*drawn, *beginnings_of(disk, ".segment"), *beginnings_of(disk, ".index")}
+    ):
         yield from cuts_of(disk, after_ops, torn_each)
+
+
+def beginnings_of(disk: SimDisk, suffix: str) -> Iterator[int]:
+    """Values of `after_ops` for the first write of each use of a file whose name ends so."""
+    made = {op.inode: op.path for op in disk.log if isinstance(op, Create)}
+    for after_ops in writes_of(disk):
+        write = disk.log[after_ops - 1]
+        assert isinstance(write, Write)
+        if made[write.inode].suffix == suffix and not write.offset:
+            yield after_ops
 
 
 def cuts_of(disk: SimDisk, after_ops: int, torn_each: int = TORN_EACH) -> Iterator[CrashState]:
@@ -99,6 +113,7 @@ class Judge:
     states: set[bytes] = field(default_factory=set)
     logs: set[Any] = field(default_factory=set)
     broken: Counter[str] = field(default_factory=Counter)
+    _judged: set[tuple[bytes, int, int]] = field(default_factory=set)
 
     def judge_all(self, states: Iterable[CrashState]) -> None:
         """Raises Broken at the first promise that was not kept."""
@@ -118,19 +133,20 @@ class Judge:
 
     def judge(self, state: CrashState) -> None:
         mark = digest_of(state.image)
-        acked = state.notes.get("acked", -1)
-        if mark in self.states:
+        acked, recorded = state.notes.get("acked", -1), state.notes.get("recorded", 0)
+        if (mark, acked, recorded) in self._judged:
             return
+        self._judged.add((mark, acked, recorded))
         self.states.add(mark)
         where = f"after {state.after_ops} operations, {state.story}: "
         try:
-            key = acked, *self._log_in(SimDisk(state.image))
+            key = acked, *self._log_in(SimDisk(state.image), recorded)
             if key not in self.logs:
                 self.logs.add(key)
                 self._live_on(SimDisk(state.image), acked)
         except Broken as broken:
             raise Broken(broken.kind, f"{where}{broken}") from broken
-        except CorruptionFound as fault:
+        except (CorruptionFound, NotFetched) as fault:
             raise Broken(LOST, f"{where}{fault}") from fault
         except (BalanceBroken, AssertionError) as fault:
             raise Broken(UNBALANCED, f"{where}{fault}") from fault
@@ -158,13 +174,19 @@ class Judge:
         finally:
             bench.close()
 
-    def _log_in(self, disk: SimDisk) -> tuple[Any, ...]:
+    def _log_in(self, disk: SimDisk, recorded: int) -> tuple[Any, ...]:
         """What a recovery finds: the chain covers every frame of the log, the digests every checkpoint, stub and
         object; where frames are said to lie is apart from that."""
         store = FolderStore(COLD, disk)
         with Journal.open(
             FOLDER, segment_bytes=SEGMENT_BYTES, ops=disk, lazy=True, store=store, clock=STILL
         ) as journal:
+            known_durable = journal.recovered.recorded_durable_lsn
+            require(
+                known_durable >= recorded,
+                LOST,
+                f"LSN {recorded} was recorded as durable, of which the log knows {known_durable}",
+            )
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
             places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]
             known = {journal.cold.object_name(epoch) for epoch in journal.cold.stubs}

@@ -21,6 +21,7 @@ from fabric_pipelines.broker.tiering import Water
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.errors import NotFetched
 from fabric_pipelines.journal import FileOps, ObjectStore
+from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.submission import Submission
@@ -34,7 +35,13 @@ from fabric_pipelines.testing.broker_bench import (
     tasks_of,
 )
 from fabric_pipelines.testing.disk_bench import DiskBench
-from fabric_pipelines.testing.sim_disk import SimDisk
+from fabric_pipelines.testing.sim_disk import (
+    SECTOR_BYTES,
+    ContentOp,
+    ProcessKilled,
+    SimDisk,
+    Write,
+)
 
 SEGMENT_BYTES = 5 * 4096
 SLOW = "slow@engine"
@@ -183,6 +190,11 @@ class Life:
         self.bench.crash()
         self.promise()
 
+    def rest(self) -> None:
+        """Nothing to do: from here on the log itself knows what of it is durable."""
+        self.bench.owner.idle()
+        self.disk.note("recorded", self.bench.disk.durable_lsn)
+
     def _note(self) -> None:
         """What there is to see before this process ends."""
         upkeep, tiering = self.bench.owner.upkeep, self.bench.tiering
@@ -204,6 +216,7 @@ class Life:
         kept = frozenset(first[:1])
         self.land(keep=kept)
         self.bench.owner.nack("w", np.array(self.lease(2)), "given back", False)
+        self.rest()
         self.submit(2, [5, 4], upto=1)
         self.restart()
         self.submit(2, [5, 4])
@@ -234,6 +247,11 @@ class Life:
         self.land(2, keep=kept)
         self.pass_on(self.lease(2))
         self.land(keep=kept)
+        self.lose_a_group_before_one_that_stays()
+        self.submit(10, [3])
+        self.die_in_a_roll()
+        self.report(self.lease(2))
+        self.land(keep=kept)
 
     def pass_on(self, ids: list[int]) -> None:
         """Too large for one class; the other one leaves, so that nobody is left to take them."""
@@ -253,6 +271,58 @@ class Life:
         self.land()
         self.requeue(ids)
         self.report(self.lease(1))
+
+    def die_in_a_roll(self) -> None:
+        """The process is killed between the write of the SEAL frame and its sync; the next one finds it in the cache."""
+        self._note()
+        self.disk.kill_at_sync(1)  # the first is that of the new segment
+        try:
+            self.bench.disk.roll()
+        except ProcessKilled:
+            self.disk.restart()
+        else:
+            raise AssertionError("the roll was over before it was to be cut short")
+        self.bench.crash()
+        self.promise()
+
+    def lose_a_group_before_one_that_stays(self) -> None:
+        """A power cut takes the front of one group and leaves the whole one behind it, which the recovery must cut. What
+        it and the new broker write first takes just the place and the LSN of the lost group: from then on nothing but
+        the chain tells that the group behind is not of this course of the log."""
+        self.submit(9, [3])
+        bench, journal = self.bench, self.bench.disk
+        journal.roll()
+        held = self.lease(3)
+        if journal._segments[-1].end % SECTOR_BYTES < CONTROL_FRAME_BYTES:
+            bench.owner.idle()  # so that the lost group does not lie within one sector
+        begin = journal._segments[-1].end
+        bench.owner.nack("w", np.array(held), "given back: ".ljust(100, "."), False)
+        bench.owner.write()
+        border, following = journal._segments[-1].end, journal.next_lsn
+        lease_of(bench, "w", 3)
+        bench.owner.write()
+        file, shared = self.disk.inode_of(journal._segments[-1].path), border // SECTOR_BYTES
+
+        def survives(op: ContentOp) -> bool:
+            return not (
+                isinstance(op, Write)
+                and op.inode == file
+                and begin <= op.offset < shared * SECTOR_BYTES
+            )
+
+        self._note()
+        self.disk.cut_power(lambda sectors: [op for op in sectors if survives(op)])
+        bench.crash()
+        bench.owner.idle()
+        journal = bench.disk
+        assert journal.recovered.cut_frames >= 2, "the group behind the lost one is not there"
+        assert (journal._segments[-1].end, journal.next_lsn) == (border, following), (
+            "another length of reason fits"
+        )
+        self.promise()
+        bench.attach("w", held=held)
+        bench.owner.commit()
+        self.report(held)
 
     def requeue(self, ids: list[int]) -> None:
         """What is dead is tried again; from the request on it may be."""
@@ -275,10 +345,10 @@ def bench_on(ops: Any, store: ObjectStore | None = None) -> DiskBench:
 
 
 def lease_of(bench: DiskBench, name: str, count: int) -> Lease | None:
-    """The next lease, once its rows have come back from the cold tier."""
+    """The next lease, once its rows have come back from the cold tier. NotFetched if they do not."""
     for _ in range(20):
         try:
             return bench.lease(name, Budget(count, 1 << 20, None))
         except NotFetched:
             bench.settle(2)
-    raise AssertionError("rows did not come back from the cold tier")
+    return bench.lease(name, Budget(count, 1 << 20, None))

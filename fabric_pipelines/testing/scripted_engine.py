@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fabric_pipelines.records.completion import completion_batch
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 
 WEIGHTS_SHA256 = "0" * 64
@@ -111,6 +112,9 @@ class ScriptedEngine:
 
     def open(self) -> None:
         self.opened = True
+
+    def introspect(self) -> Mapping[str, Told]:
+        return {name: Told(value, "the script") for name, value in self.manifest.as_json().items()}
 
     def close(self) -> None:
         self.opened = False

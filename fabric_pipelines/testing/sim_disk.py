@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +74,6 @@ class Note:
 
 EntryOp = Create | Rename | Unlink
 ContentOp = Allocate | Write
-Op = EntryOp | ContentOp | Sync | SyncFailed | SyncFolder | Note
 
 
 @dataclass(slots=True)
@@ -106,6 +105,16 @@ class Image:
         return Image(dict(self.entries), dict(self.contents))
 
 
+@dataclass(frozen=True, slots=True)
+class PowerCut:
+    """The machine went down, and this is what it comes up with: nothing is pending any more."""
+
+    left: Image
+
+
+Op = EntryOp | ContentOp | Sync | SyncFailed | SyncFolder | PowerCut | Note
+
+
 class ProcessKilled(BaseException):
     """The process ended here, as by `kill -9`; what it wrote stays in the cache of the SimDisk."""
 
@@ -133,6 +142,7 @@ class SimDisk:
         self._lying = frozenset(lying)
         self._failing = dict(failing or {})
         self._killed_at = killed_at
+        self._syncs_left: int | None = None
         self._inode = max(self.start.contents.keys() | self.start.entries.values(), default=0)
         self._open: dict[int, int] = {}
         self._descriptor = 100
@@ -140,8 +150,22 @@ class SimDisk:
     def note(self, name: str, value: int) -> None:
         self.log.append(Note(name, value))
 
+    def kill_at_sync(self, count: int) -> None:
+        """The process dies before the fdatasync that comes after `count` others from now on."""
+        self._syncs_left = count
+
     def restart(self) -> None:
-        self._killed_at = None
+        self._killed_at = self._syncs_left = None
+        self._open.clear()
+
+    def cut_power(self, survives: Callable[[list[ContentOp]], list[ContentOp]]) -> None:
+        """The machine goes down. Of the sectors and sizes that are pending, oldest first, `survives` gives those that
+        reached the platter; of the names all did. Nothing that was open is open any more."""
+        platter = _platter_after(self, len(self.log))
+        sectors = [sector for op in platter.contents for sector in _sectors(op)]
+        left = platter.image(survives(sectors), platter.entries)
+        self.log.append(PowerCut(left))
+        self._cache = left.copy()
         self._open.clear()
 
     @property
@@ -159,7 +183,7 @@ class SimDisk:
 
     def read_bytes(self, path: Path) -> bytes:
         self._call("read_bytes")
-        return self._cache.contents.get(self._inode_of(path), b"")
+        return self._cache.contents.get(self.inode_of(path), b"")
 
     def lock(self, path: Path) -> int:
         self._call("lock")
@@ -172,7 +196,7 @@ class SimDisk:
                 raise OSError(errno.EEXIST, "exists")
             self._inode += 1
             self._do_entry(Create(path, self._inode))
-        return self._descriptor_for(self._inode_of(path))
+        return self._descriptor_for(self.inode_of(path))
 
     def close(self, fd: int) -> None:
         self._open.pop(fd, None)
@@ -250,6 +274,11 @@ class SimDisk:
         if number in self._failing:
             code = self._failing[number]
             raise OSError(code, errno.errorcode[code])
+        if name == "fdatasync" and self._syncs_left is not None:
+            self._syncs_left -= 1
+            if self._syncs_left < 0:
+                self._killed_at = number
+                raise ProcessKilled(f"before call {number}, {name}")
 
     def _sync(self, name: str, inode: int) -> None:
         try:
@@ -260,7 +289,7 @@ class SimDisk:
         if name not in self._lying:
             self.log.append(Sync(inode))
 
-    def _inode_of(self, path: Path) -> int:
+    def inode_of(self, path: Path) -> int:
         if path not in self._cache.entries:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         return self._cache.entries[path]
@@ -310,6 +339,8 @@ class _Platter:
             self.contents.append(op)
         elif isinstance(op, Create | Rename | Unlink):
             self.entries.append(op)
+        elif isinstance(op, PowerCut):
+            self.certain, self.contents, self.entries = op.left.copy(), [], []
         elif isinstance(op, SyncFolder):
             for entry in self.entries:
                 if folder_of(entry) == op.folder:
@@ -347,11 +378,16 @@ def crash_states(disk: SimDisk, *, seed: int, subsets: int, since: int = 0) -> I
             yield CrashState(count, story, notes, platter.image(contents, entries))
 
 
+def _platter_after(disk: SimDisk, after_ops: int) -> _Platter:
+    platter = _Platter(disk.start.copy())
+    for op in disk.log[:after_ops]:
+        platter.advance(op)
+    return platter
+
+
 def all_kept(disk: SimDisk) -> CrashState:
     """Everything that was done has reached the platter."""
-    platter = _Platter(disk.start.copy())
-    for op in disk.log:
-        platter.advance(op)
+    platter = _platter_after(disk, len(disk.log))
     image = platter.image(platter.contents, platter.entries)
     return CrashState(len(disk.log), "all kept", dict(platter.notes), image)
 
@@ -397,9 +433,7 @@ def _orders(pending: list[ContentOp]) -> Iterator[tuple[str, list[ContentOp]]]:
 def torn_states(disk: SimDisk, *, after_ops: int) -> Iterator[CrashState]:
     """For the write that is operation `after_ops - 1`: everything before it kept, it cut at every byte, with
     either side of the cut on the platter."""
-    platter = _Platter(disk.start.copy())
-    for op in disk.log[: after_ops - 1]:
-        platter.advance(op)
+    platter = _platter_after(disk, after_ops - 1)
     write = disk.log[after_ops - 1]
     assert isinstance(write, Write), f"operation {after_ops - 1} is {write}"
     for cut in range(len(write.content) + 1):

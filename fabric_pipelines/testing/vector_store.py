@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fabric_pipelines.dataplane.content_hash import BUCKETS, ContentHash, Ids, content_hash
 from fabric_pipelines.dataplane.source import RowSet, Source, SourceRows, SourceState
 from fabric_pipelines.dataplane.staleness import NOTHING, Moved, Staleness
-from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow, ShardLease
+from fabric_pipelines.dataplane.vectors import DeviceRow, GenerationRow, ReceiptRow, ShardLease
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, UsageError
 
 
@@ -28,6 +28,7 @@ class MemoryVectorStore:
         self.now_s = 0.0
         self.rows: dict[int, npt.NDArray[np.float16]] = {}
         self.leases: dict[str, tuple[str, int, float]] = {}
+        self.device_leases: dict[str, DeviceRow] = {}  # `expires_in_s` is the moment it ends here
         self.generations: dict[tuple[str, int], GenerationRow] = {}
         self.receipts: dict[str, ReceiptRow] = {}
         self.columns: dict[tuple[str, int], int] = {}
@@ -165,6 +166,39 @@ class MemoryVectorStore:
         self.leases[lease.name] = (lease.holder, lease.token, self.now_s)
         return True
 
+    def acquire_device(self, name: str, holder: str, *, ttl_s: float) -> ShardLease:
+        row = self.device_leases.get(name)
+        if row and row.holder != holder and row.expires_in_s > self.now_s:
+            raise AlreadyRunning(f"shard {name!r} is on the card {row.holder} (token {row.token})")
+        token = row.token + 1 if row else 1
+        self.device_leases[name] = DeviceRow(name, holder, token, self.now_s + ttl_s, None, None)
+        return ShardLease(name, holder, token)
+
+    def renew_device(self, lease: ShardLease, *, ttl_s: float) -> None:
+        row = self._require_device(lease)
+        self.device_leases[lease.name] = replace(row, expires_in_s=self.now_s + ttl_s)
+
+    def publish_device(self, lease: ShardLease, *, generation: int) -> None:
+        row = self._require_device(lease)
+        assert (lease.name, generation) in self.generations
+        self.device_leases[lease.name] = replace(row, generation=generation, loaded_at=self._time())
+
+    def release_device(self, lease: ShardLease) -> bool:
+        row = self.device_leases.get(lease.name)
+        if row is None or (row.holder, row.token) != (lease.holder, lease.token):
+            return False
+        self.device_leases[lease.name] = replace(
+            row, expires_in_s=self.now_s, generation=None, loaded_at=None
+        )
+        return True
+
+    def devices(self, name: str | None = None) -> list[DeviceRow]:
+        return [
+            replace(row, expires_in_s=row.expires_in_s - self.now_s)
+            for row in self.device_leases.values()
+            if row.expires_in_s > self.now_s and name in (None, row.name)
+        ]
+
     def last_generation(self, name: str) -> int:
         return max((number for shard, number in self.generations if shard == name), default=0)
 
@@ -220,6 +254,13 @@ class MemoryVectorStore:
         holder, token, expires = self.leases.get(lease.name, ("", 0, 0.0))
         if (holder, token) != (lease.holder, lease.token) or expires <= self.now_s:
             raise FencingLost(f"{lease.holder} no longer holds shard {lease.name!r}")
+
+    def _require_device(self, lease: ShardLease) -> DeviceRow:
+        row = self.device_leases.get(lease.name)
+        held = row and (row.holder, row.token) == (lease.holder, lease.token)
+        if row is None or not held or row.expires_in_s <= self.now_s:
+            raise FencingLost(f"{lease.holder} no longer holds shard {lease.name!r} on its card")
+        return row
 
     def _base(self, name: str) -> int:
         """How many changes the current generation of shard `name` has seen."""

@@ -6,7 +6,8 @@ import pytest
 from fabric_pipelines.analytics import kernels
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN
 from fabric_pipelines.analytics.sweeps import CpuSweeps
-from fabric_pipelines.device.gpu import DeviceArray, Gpu
+from fabric_pipelines.device.card import DeviceArray
+from fabric_pipelines.device.gpu import Gpu
 from tests.gpu.grid import DIMS, store
 
 pytestmark = pytest.mark.gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -31,6 +32,7 @@ from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     BrokerUnavailable,
     FabricError,
+    NotTrusted,
     SettingsError,
     UsageError,
     WrongRole,
@@ -269,29 +271,92 @@ def test_a_certificate_of_another_ca_is_refused_by_both_sides(
     certificates.make(tmp_path / "theirs", hosts=["127.0.0.1"], clients=["admin"])
     theirs = credentials_of(tmp_path / "theirs", "admin")
     ours = credentials_of(served.papers, "admin")
-    for mixed in (theirs, Credentials(ours.ca, theirs.chain, theirs.key)):
-        with (
-            BrokerClient(served.endpoint, role="admin", timeout_s=3, credentials=mixed) as client,
-            pytest.raises(BrokerUnavailable, match="FABRIC_TLS_CA"),
-        ):
+    foreign = "refused this machine's certificate (FABRIC_TLS_CERT), which is not of the CA in"
+    for mixed, said in (
+        (theirs, "certificate of the broker at {} is not of the CA in FABRIC_TLS_CA (self-signed"),
+        (Credentials(ours.ca, theirs.chain, theirs.key), f"the broker at {{}} {foreign}"),
+        (Credentials(ours.ca + theirs.ca, theirs.chain, theirs.key), "which is good here: see"),
+        (Credentials(ours.ca, ours.chain, theirs.key), "FABRIC_TLS_KEY is not the key of the"),
+    ):
+        assert said.format(served.endpoint) in untrusted(served.endpoint, mixed)
+
+
+def untrusted(endpoint: str, credentials: Credentials) -> str:
+    """The sentence of a client that is not let in; also when it uploads."""
+    with BrokerClient(endpoint, role="admin", timeout_s=5, credentials=credentials) as client:
+        with pytest.raises(NotTrusted) as caught:
             client.hello()
+        with pytest.raises(NotTrusted) as uploading:
+            client.submit(submission_of(BATCHES), BATCHES)
+    said = str(caught.value)
+    assert str(uploading.value) == said
+    for word in ("ipv4:", "SSL_", "error:", "failed to connect", "UNKNOWN"):
+        assert word not in said, "nothing of gRPC's own line"
+    assert re.search(r"[:;,] (copy|make|take|see|reach|set) ", said), "and what to do"
+    return said
+
+
+def aged(papers: Path, folder: Path, *, hosts: list[str], clients: list[str]) -> Path:
+    """Certificates of the same CA that ended long ago."""
+    folder.mkdir()
+    for file in ("ca.pem", "ca.key"):
+        shutil.copy(papers / file, folder / file)
+    long_ago = Clock(lambda: 0.0, lambda: 1_500_000_000_000_000)
+    certificates.make(folder, hosts=hosts, clients=clients, days=1, clock=long_ago)
+    return folder
 
 
 def test_a_certificate_past_its_end_opens_nothing(served: Served, tmp_path: Path) -> None:
-    for file in ("ca.pem", "ca.key"):
-        shutil.copy(served.papers / file, tmp_path / file)
-    long_ago = Clock(lambda: 0.0, lambda: 1_500_000_000_000_000)
-    certificates.make(tmp_path, hosts=[], clients=["admin"], days=1, clock=long_ago)
+    old = aged(served.papers, tmp_path / "old", hosts=[], clients=["admin"])
+    said = untrusted(served.endpoint, credentials_of(old, "admin"))
+    assert "refused this machine's certificate (FABRIC_TLS_CERT), which is past its end" in said
+
+
+def test_a_broker_whose_certificate_is_past_its_end_is_not_talked_to(
+    tmp_path: Path, papers: Path
+) -> None:
+    old = aged(papers, tmp_path / "old", hosts=["127.0.0.1"], clients=[])
+    endpoint = f"grpc+tls://127.0.0.1:{free_port('127.0.0.1', 18_487)}"
+    broker = Broker(served_settings(tmp_path / "home", old, endpoint))
+    broker.start()
+    said = untrusted(endpoint, credentials_of(papers, "admin"))
+    assert f"the certificate of the broker at {endpoint} is past its end" in said
+    broker.kill()
+
+
+def test_an_address_where_no_broker_is_says_that_and_not_that_nobody_is_trusted(
+    papers: Path,
+) -> None:
+    mine, port = credentials_of(papers, "admin"), free_port("127.0.0.1", 18_493)
+    with socket.create_server(("127.0.0.1", port)) as plain:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = plain.accept()
+                except OSError:
+                    return
+                connection.sendall(b"220 mail.example ESMTP\r\n" * 4)
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        said = unavailable(f"grpc+tls://127.0.0.1:{port}", mine)
+        assert "does not speak TLS as a broker does" in said
+        plain.shutdown(socket.SHUT_RDWR)
+    said = unavailable(f"grpc+tls://127.0.0.1:{port}", mine)
+    assert said.startswith(f"no broker answers at grpc+tls://127.0.0.1:{port} (Connection refused)")
+    said = unavailable(f"grpc+tls://nowhere.invalid:{port}", mine)
+    assert said.startswith("no machine is known as 'nowhere.invalid'")
+
+
+def unavailable(endpoint: str, credentials: Credentials) -> str:
     with (
-        BrokerClient(
-            served.endpoint,
-            role="admin",
-            timeout_s=3,
-            credentials=credentials_of(tmp_path, "admin"),
-        ) as client,
-        pytest.raises(BrokerUnavailable, match="past its end"),
+        BrokerClient(endpoint, role="admin", timeout_s=5, credentials=credentials) as client,
+        pytest.raises(BrokerUnavailable) as caught,
     ):
         client.hello()
+    assert not isinstance(caught.value, NotTrusted)
+    return str(caught.value)
 
 
 def test_a_server_whose_certificate_names_another_host_is_not_talked_to(
@@ -305,13 +370,9 @@ def test_a_server_whose_certificate_names_another_host_is_not_talked_to(
     for host in ("127.0.0.1", "localhost"):
         with BrokerClient(f"grpc+tls://{host}:{port}", role="admin", credentials=mine) as client:
             assert client.hello().protocol == 1
-    with (
-        BrokerClient(
-            f"grpc+tls://127.0.0.2:{port}", role="admin", timeout_s=3, credentials=mine
-        ) as client,
-        pytest.raises(BrokerUnavailable, match="trust the other's certificate"),
-    ):
-        client.hello()
+    said = untrusted(f"grpc+tls://127.0.0.2:{port}", mine)
+    assert "is not for '127.0.0.2'" in said
+    assert "--host 127.0.0.2`" in said
     broker.kill()
 
 

@@ -30,6 +30,7 @@ from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
     CorruptionFound,
+    HomeGone,
     NotAttached,
     Refused,
     SchemaError,
@@ -37,6 +38,7 @@ from fabric_pipelines.errors import (
     SubmissionConflict,
     TransientError,
     UsageError,
+    from_line,
 )
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import column_checksums
@@ -345,13 +347,78 @@ def test_a_journal_that_cannot_be_written_ends_the_process_with_one_sentence(
         with pytest.raises((StorageFailed, BrokerUnavailable)):
             client.submit(submission_of(batches, 1), batches)
     _, errors = broker.process.communicate(timeout=90)
-    assert broker.process.returncode == 70
+    assert broker.process.returncode == StorageFailed.exit_code == 1
     assert len(errors.splitlines()) == 1
     assert "stopped while writing" in errors
     broker.start()
     with broker.client("admin") as client:
         assert client.status().total.ready.tasks == 2
         assert client.verify().ok
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_home_that_goes_away_under_a_running_broker_ends_it_with_one_sentence(
+    broker: Broker, tmp_path: Path, how: str
+) -> None:
+    assert broker.process is not None
+    batches = [tasks_of([20] * 2)]
+    submit(broker, submission_of(batches), batches)
+    home, aside = broker.settings.home, tmp_path / "aside"
+    home.rename(aside)
+    if how == "deleted":
+        shutil.rmtree(aside)
+    elif how == "replaced":
+        broker.settings.journal_dir.mkdir(parents=True)
+    _, errors = broker.process.communicate(timeout=30)
+    assert broker.process.returncode == HomeGone.exit_code == 4
+    (line,) = errors.splitlines()
+    kind, sentence = from_line(line) or (None, "")
+    assert kind is HomeGone
+    folder, word = (
+        broker.settings.journal_dir,
+        "replaced" if how == "replaced" else "moved or deleted",
+    )
+    assert sentence.startswith(f"{folder} was {word}")
+    assert "put the folder back" in sentence
+    assert list(tmp_path.glob("home/**/*.segment")) == [], "nothing new begins in its place"
+    if how != "deleted":
+        shutil.rmtree(home, ignore_errors=True)
+        aside.rename(home)
+        broker.start()
+        with broker.client("admin") as client:
+            assert client.status().total.ready.tasks == 2
+    broker.process = None if how == "deleted" else broker.process
+
+
+def test_a_damaged_journal_is_refused_at_start_with_the_code_of_its_kind(broker: Broker) -> None:
+    """As `python -m`, as `fabric broker serve`, and by whoever starts it."""
+    batches = [tasks_of([20] * 2)]
+    submit(broker, submission_of(batches), batches)
+    submit(broker, submission_of(batches, 2), batches)
+    broker.end(signal.SIGTERM)
+    (active,) = broker.settings.journal_dir.glob("*.segment")
+    content = bytearray(active.read_bytes())
+    content[400] ^= 1
+    active.write_bytes(content)
+    served = subprocess.run(
+        [sys.executable, "-m", "fabric_pipelines", "broker", "serve"],
+        env={**os.environ, **broker.settings.as_environment()},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    code, errors = broker.refused()
+    assert (served.returncode, code) == (CorruptionFound.exit_code, CorruptionFound.exit_code)
+    assert CorruptionFound.exit_code == 4
+    assert served.stderr == errors
+    (line,) = errors.splitlines()
+    kind, sentence = from_line(line) or (None, "")
+    assert kind is CorruptionFound
+    assert re.match(
+        rf"segment {active} is damaged at offset \d+: bytes \d+\.\.\d+, the frame of kind 1 with LSN \d+ were",
+        sentence,
+    ), sentence
 
 
 def raw_upload(broker: Broker, command: bytes, batch: pa.RecordBatch, note: bytes) -> str:
@@ -466,7 +533,7 @@ def test_a_scrub_through_the_socket_names_segment_and_tasks(broker: Broker) -> N
         report = admin.scrub()
         assert not report.ok
         (frame,) = report.damaged
-        assert frame.segment == first.name
+        assert frame.segment == str(first)
         assert frame.live > 0
         assert re.fullmatch(r"\d+-\d+", frame.task_ids)
         assert first.name in admin.status().fault

@@ -94,7 +94,9 @@ def test_ctrl_c_says_that_all_is_kept_and_how_to_go_on(on: Stage) -> None:
     eventually(lambda: on.total()["ready"] == 1, within_s=60, what="the work is durable")
     waiting.send_signal(signal.SIGINT)
     out, err = waiting.communicate(timeout=90)
-    assert (waiting.returncode, out) == (130, "")
+    assert waiting.returncode == 130
+    error = json.loads(out)["error"]
+    assert (error["kind"], error["exit_code"]) == ("Interrupted", 130)
     assert "run the same command again" in err
     assert "Traceback" not in err
     assert on.total()["ready"] == 1

@@ -32,7 +32,8 @@ def test_quickstart_stopped_in_the_middle_goes_on_where_it_was(user: User) -> No
     )
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
     out, err = running.communicate(timeout=60)
-    assert (running.returncode, out) == (130, ""), err
+    assert running.returncode == 130, err
+    assert json.loads(out)["error"]["message"] == err.splitlines()[-1]
     assert "Traceback" not in err
     assert err.splitlines()[-1] == (
         f"stopped; what was submitted and landed is kept in {user.home}: "

@@ -10,6 +10,7 @@ import dagster as dg
 import pytest
 from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
 from dagster._core.definitions.observe import observe
+from dagster._core.definitions.partitions.context import partition_loading_context
 from dagster._core.loader import LoadingContextForTest
 
 from assets import upkeep
@@ -100,6 +101,7 @@ def fabric(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )
     writer.close()
     fabric = Fabric(database, root)
+    assert fabric.tick() == []
     for wanted in fabric.tick():  # lineage hears of what was published
         assert fabric.run(wanted).success
     yield fabric
@@ -211,6 +213,25 @@ def test_what_a_command_publishes_is_reported_and_what_the_policy_leaves_is_left
     assert (found["generation"], found["how"]) == (2, "none")
     assert shards.open_generation(fabric.database, ShardsResource().root, "alpha").number == 2
     assert fabric.tick() == []
+
+
+def test_a_new_shard_is_a_partition_first_and_has_runs_from_the_next_tick_on(
+    fabric: Fabric,
+) -> None:
+    """As the daemon evaluates it, which refuses a whole tick for one partition that is not there."""
+    fabric.move("alpha")
+    with dg.instance_for_test() as fresh, partition_loading_context(dynamic_partitions_store=fresh):
+        context = dg.build_sensor_context(
+            instance=fresh, definitions=fabric.defs, resources={"database": DatabaseResource()}
+        )
+        first = moved_shards.evaluate_tick(context)
+        (added,) = first.dynamic_partitions_requests or []
+        assert list(added.partition_keys) == list(NAMES)
+        assert not first.run_requests
+        fresh.add_dynamic_partitions("shards", list(added.partition_keys))
+        second = moved_shards.evaluate_tick(context)
+    assert not second.dynamic_partitions_requests
+    assert requested(list(second.run_requests or [])) == list(NAMES)
 
 
 def test_catching_up_without_a_daemon_is_a_tick(fabric: Fabric) -> None:

@@ -76,6 +76,7 @@ def store_calls(life: Life) -> set[int]:
     return disk.of_the_store
 
 
+@pytest.mark.timeout(1800)  # some hundred lives, minutes of CPU
 def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_kept(
     life: Life,
 ) -> None:

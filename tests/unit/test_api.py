@@ -114,7 +114,16 @@ def test_chat_wraps_each_text_as_a_turn(desk: Desk, fabric: Fabric) -> None:
         ({"engine": GENERATE, "texts": ["a", ""]}, "text 1 is empty"),
         ({"engine": GENERATE, "tokens": [[1], []]}, "empty prompt in row 1"),
         ({"engine": GENERATE, "tokens": [[1]], "chat": True}, "chat wraps texts"),
-        ({"engine": GENERATE, "tokens": [[1]], "max_new_tokens": 0}, "at least 1"),
+        (
+            {"engine": GENERATE, "tokens": [[1]], "max_new_tokens": 0},
+            "max_new_tokens is 0; it must be a whole number from 1 to 4294967295",
+        ),
+        ({"engine": GENERATE, "tokens": [[1]], "max_new_tokens": -5}, "max_new_tokens is -5; it"),
+        ({"engine": GENERATE, "tokens": [[1]], "max_new_tokens": 1 << 32}, "is 4294967296; it"),
+        (
+            {"engine": GENERATE, "tokens": [[1], [2]], "max_new_tokens": [3, 1.5]},
+            "max_new_tokens of task 1 is 1.5; it must be a whole number from 1",
+        ),
         ({"engine": EMBED, "tokens": [[1]], "max_new_tokens": 5}, "single pass"),
         ({"engine": EMBED, "tokens": [[1]], "sampling": {"kind": "generate"}}, "does not do"),
         ({"engine": EMBED, "tokens": [[1]], "sampling": {"kind": "sing"}}, "'sing' is unknown"),
@@ -133,6 +142,47 @@ def test_wrong_input_is_refused_by_name_before_anything_is_sent(
 def test_without_a_broker_the_error_names_the_endpoint(fabric: Fabric) -> None:
     with pytest.raises(BrokerUnavailable, match=r"broker\.sock"):
         fabric.submit(function="generate", engine=GENERATE, tokens=[[1, 2]])
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\t\n", "\ufeff"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_without_a_prompt_is_said_to_be_empty(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UsageError) as refused:
+        read_prompts(path)
+    wanted = "one JSON object a line" if name.endswith("l") else "one text a line"
+    assert str(refused.value) == (
+        f"{path} is empty, so there is nothing to submit: it takes {wanted}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            {"tokens": [1], "max_new_tokens": -5},
+            "line 1: max_new_tokens is -5; max_new_tokens must be a",
+        ),
+        ({"tokens": [1], "max_new_tokens": "7"}, 'max_new_tokens is "7"; .* from 0 to 4294967295'),
+        ({"tokens": [1, -2, 3]}, r"line 1: tokens\[1\] is -2; tokens must be a list of token ids"),
+        ({"tokens": "words"}, 'tokens is "words"; tokens must be'),
+        ({"text": 5}, "text is 5; text must be a string"),
+        ({"text": [7] * 99}, r"text is \[7, 7, .*\.\.\.; text must be a string"),
+        ({"text": "a", "tokens": [1]}, "has both text and tokens"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_named_with_its_line_and_what_may_stand_there(
+    tmp_path: Path, line: dict[str, Any], sentence: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(UsageError, match=sentence) as refused:
+        read_prompts(path)
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value)) < 300 + len(str(path))
 
 
 def test_a_text_file_is_one_prompt_a_line(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from typer.testing import CliRunner, Result
 from fabric_pipelines import cli
 from fabric_pipelines.errors import (
     AlreadyRunning,
+    ColdLost,
     CorruptionFound,
     DigestMismatch,
     FabricError,
     Interrupted,
     MissingDependency,
     StorageFailed,
+    TransientError,
     VersionRefused,
 )
 from fabric_pipelines.settings import Settings
@@ -54,10 +56,13 @@ def answer_of(done: Result) -> dict[str, Any]:
 
 
 def sentence_of(done: Result) -> str:
-    """The one sentence on stderr; nothing on stdout, no traceback."""
-    assert done.stdout == ""
+    """The one sentence on stderr; on stdout nothing or, with --json, the same as an object; no traceback."""
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
+    if done.stdout:
+        error = answer_of(done)["error"]
+        assert set(error) == {"kind", "message", "transient", "exit_code"}
+        assert (error["message"], error["exit_code"]) == (lines[0], done.exit_code)
     return lines[0]
 
 
@@ -121,7 +126,8 @@ def test_an_error_is_one_sentence_and_the_exit_code_of_its_class(
         (VersionRefused("the server is Postgres 14; the fabric needs 15 or newer"), 4),
         (DigestMismatch("model.gguf is not the file that was pinned: pull it again"), 4),
         (MissingDependency("tokenizers", "embedded", "tokenising text"), 1),
-        (CorruptionFound("journal segment 000003.log is damaged at lsn 17"), 1),
+        (CorruptionFound("journal segment 000003.log is damaged at lsn 17"), 4),
+        (ColdLost("object /mnt/cold/1.segment is missing"), 4),
         (StorageFailed("the disk of the journal is full: free some space"), 1),
         (FabricError("no port from 3000 to 3019 is free: set FABRIC_UI_PORT"), 1),
         (Interrupted("nothing was deleted"), 130),
@@ -138,13 +144,54 @@ def test_what_an_owner_raises_comes_out_unchanged(
     monkeypatch.setattr(cli, "_settings", fail)
     done = fabric("config", "show", "--json")
     assert done.exit_code == code
+    plainly = fabric("config", "show")
+    assert (plainly.stdout, plainly.exit_code) == ("", code)
+    assert plainly.stderr == done.stderr
     said = sentence_of(done)
+    error = answer_of(done)["error"]
     if isinstance(fault, FabricError):
         assert said == str(fault)
+        assert error["kind"] == type(fault).__name__
+        assert error["transient"] == isinstance(fault, TransientError)
     elif isinstance(fault, OSError):
         assert said.startswith("settings: Read-only file system: make it writable")
     else:
         assert "run the same command again" in said
+
+
+def test_every_command_with_json_that_fails_says_why_in_json(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings cannot be read, or its command line: the first thing that can go wrong is the same for all."""
+    monkeypatch.setenv("FABRIC_LEASE_MS", "soon")
+    told = {
+        name
+        for name, command in commands().items()
+        if any("--json" in getattr(item, "opts", ()) for item in command.params)
+    }
+    assert len(told) > 35
+    for name in sorted(told):
+        done = fabric(*name.split(), "--no-such-option", "--json")
+        assert (done.exit_code, answer_of(done)["error"]["kind"]) == (2, "UsageError"), name
+        assert answer_of(done)["error"]["message"] == done.stderr.strip()
+        assert fabric(*name.split(), "--no-such-option").stdout == "", name
+    for name in ("status", "broker verify", "doctor", "db status", "receipt list", "up", "reset"):
+        done = fabric(*name.split(), "--json")
+        assert (done.exit_code, answer_of(done)["error"]["kind"]) == (2, "SettingsError"), name
+
+
+def test_what_a_command_found_out_before_it_failed_stands_beside_its_error(home: Path) -> None:
+    done = fabric("status", "--json")
+    answer = answer_of(done)
+    assert (answer["ready"], answer["lanes"]) == (None, [])
+    assert (answer["error"]["kind"], answer["error"]["transient"]) == ("BrokerUnavailable", True)
+    assert done.exit_code == answer["error"]["exit_code"] == 1
+
+
+def test_an_error_of_one_call_is_not_told_by_the_next(home: Path) -> None:
+    assert "error" in answer_of(fabric("status", "--json"))
+    assert "error" not in answer_of(fabric("config", "show", "--json"))
+    assert fabric("--set", "lease_ms=soon", "config", "show").stdout == ""
 
 
 def test_with_fabric_debug_the_trace_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +235,18 @@ def test_every_command_and_exit_code_is_in_the_operations_page() -> None:
     page = OPERATIONS.read_text()
     absent = [name for name in commands() if f"`fabric {name}" not in page]
     assert absent == []
-    assert [code for code in (0, 1, 2, 3, 4, 5, 130) if f"| {code} |" not in page] == []
+    rows = dict(re.findall(r"^\| (\d+) \|[^|]*\|([^|]*)\|[^|]*\|$", page, re.M))
+    assert list(rows) == ["0", "1", "2", "3", "4", "5", "130"]
+    told = {
+        kind: int(code) for code, kinds in rows.items() for kind in re.findall(r"`(\w+)`", kinds)
+    }
+    kinds, pending = {}, [FabricError]
+    while pending:
+        cls = pending.pop()
+        kinds[cls.__name__] = cls.exit_code
+        pending += [sub for sub in cls.__subclasses__() if sub.__module__ == cls.__module__]
+    del kinds["StartFailed"]  # ends with the code of what kept the process from coming up
+    assert told == kinds
 
 
 def test_the_settings_table_of_the_operations_page_is_the_settings() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
 from fabric_pipelines import screen
 from fabric_pipelines.broker import replies
+from fabric_pipelines.console import emit
 from fabric_pipelines.quickstart import QuickstartReport
 from fabric_pipelines.supervise import place
 from fabric_pipelines.telemetry import ProgressBoard
@@ -75,6 +77,48 @@ def test_a_table_keeps_numbers_whole_and_cuts_the_widest_words() -> None:
     head, rule, row = screen.table(rows, ("engine", "ready", "pid"), 40)
     assert max(len(head), len(rule), len(row)) <= 40
     assert row.split() == ["e" * 19 + "…", "123,456,789", "12345"]
+
+
+LETTERS = [
+    {
+        "task_id": 281_474_976_710_657 + at,
+        "state": "dead",
+        "function": "generate",
+        "error_code": "Oversized",
+        "attempts": 3,
+        "consumer": "worker-cuda-0",
+        "reason": f"prompt {at} has 9,000 tokens and the engine takes 2,048 at most, which the card cannot raise, so {at}",
+    }
+    for at in range(3)
+]
+
+
+@pytest.mark.parametrize("most", [40, 80, 100, 200])
+def test_a_sentence_in_a_table_is_wrapped_below_its_row_and_never_cut(most: int) -> None:
+    lines = screen.page({"letters": LETTERS}, most)
+    flat = " ".join(" ".join(lines).split())
+    for letter in LETTERS:
+        assert str(letter["reason"]) in flat
+        assert flat.index(str(letter["task_id"])) < flat.index(str(letter["reason"]))
+    assert max(map(len, lines)) <= max(most, 86), "the narrowest that its words can be"
+
+
+def test_where_nobody_looks_at_a_terminal_nothing_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [{**letter, "consumer": "w" * 90} for letter in LETTERS]
+    emit({"letters": rows}, False)
+    piped = capsys.readouterr().out.splitlines()
+    assert len(piped) == 3 + len(rows), "one line a row: as it can be searched"
+    for row, line in zip(rows, piped[3:], strict=True):
+        assert line.endswith(str(row["reason"]))
+        assert "w" * 90 in line
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    emit({"letters": rows}, False)
+    shown = capsys.readouterr().out
+    assert "w" * 90 not in shown
+    assert str(rows[2]["reason"]) in " ".join(shown.split())
 
 
 def test_a_page_puts_facts_first_and_wraps_lists_between_words() -> None:

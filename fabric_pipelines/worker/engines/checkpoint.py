@@ -47,8 +47,8 @@ def checkpoint_folder(name: str, cache: Path) -> Path:
     folder = cache / CHECKPOINTS / name
     if not (folder / MANIFEST).exists():
         raise ModelMissing(
-            f"engine {name!r} has no checkpoint folder {folder}: put config.json and its weights there and "
-            "describe it (worker.engines.checkpoint.describe)"
+            f"engine {name!r} is not described in {folder}: put config.json and its weights there and run "
+            f"`fabric engine build {name}` with its sizes"
         )
     return folder
 

@@ -8,7 +8,6 @@ asked to return, or the cap it was given; anything else is an error of the runti
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,14 +16,17 @@ import numpy as np
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency
+from fabric_pipelines.models.ctranslate2_file import ModelFile, read_model_file
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.cuts import by_length, shared_prefix
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
-from fabric_pipelines.worker.engines.sampling import is_greedy, sampling_objection
+from fabric_pipelines.worker.engines.sampling import is_greedy, sampling_objection, step_seed
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed
 
+ARCHITECTURES = frozenset({"LlamaForCausalLM"})
 KV_CACHE_TOKENS = 8192  # 46 KB a token in fp32 for SmolLM2-135M: 377 MB at most
 SHARED_PREFIX_MIN = 8  # below that the extra pass costs what it saves
 
@@ -34,6 +36,7 @@ class Ctranslate2Engine(SteppingEngine):
 
     def __init__(self, name: str, folder: EngineFolder, threads: int) -> None:
         manifest = folder.manifest
+        require_served(manifest, name, runtime="ctranslate2", architectures=ARCHITECTURES)
         super().__init__(
             name,
             manifest,
@@ -49,6 +52,7 @@ class Ctranslate2Engine(SteppingEngine):
         self._folder, self._threads = folder, threads
         self._eos: int = folder.facts["eos_id"]
         self._generator: Any = None
+        self._file: ModelFile | None = None
         self._vocabulary: list[str] = []
 
     def _load(self) -> None:
@@ -56,9 +60,28 @@ class Ctranslate2Engine(SteppingEngine):
         require(self.manifest, "version", f"ctranslate2 {self._runtime.__version__}", "the runtime")
         models.require_whole(self._folder.path)
         self._generator = self._open_generator()
-        found = self._generator.compute_type.partition("_")[0]
-        require(self.manifest, "weight_quantisation", found, "the loaded model")
+        self._file = read_model_file(self._folder.path / "model.bin")
         self._vocabulary = _read_vocabulary(self._folder)
+
+    def introspect(self) -> Mapping[str, Told]:
+        assert self._file is not None, f"{self.name} is not open"
+        precision = self._generator.compute_type.partition("_")[0]
+        devices = len(self._generator.device_index) if self._generator.tensor_parallel else 1
+        cache = f"a KV cache of {KV_CACHE_TOKENS} tokens"
+        context = min(self._folder.facts["context"], KV_CACHE_TOKENS)
+        return {
+            "version": Told(f"ctranslate2 {self._runtime.__version__}", "the runtime"),
+            "architecture": Told(self._file.architecture, "model.bin"),
+            "weight_quantisation": Told(
+                precision if precision.startswith("int") else "none", "the loaded model"
+            ),
+            "kv_quantisation": Told("none", "the runtime, whose cache holds floats,"),
+            "world_size": Told(devices, "the loaded model"),
+            "max_batch_size": Told(KV_CACHE_TOKENS // 2, cache, at_most=True),
+            "max_num_tokens": Told(KV_CACHE_TOKENS, cache, at_most=True),
+            "max_input_len": Told(context - 1, "context and cache of the model", at_most=True),
+            "max_seq_len": Told(context, "context and cache of the model", at_most=True),
+        }
 
     def _open_generator(self) -> Any:
         return self._runtime.Generator(
@@ -70,7 +93,7 @@ class Ctranslate2Engine(SteppingEngine):
         )
 
     def _free(self) -> None:
-        self._generator = None
+        self._generator = self._file = None
 
     def _objection(self, task: Task) -> str | None:
         if task.max_new_tokens < 1:
@@ -134,16 +157,6 @@ class Ctranslate2Engine(SteppingEngine):
                 f"the runtime ended after {len(ids)} of {task.max_new_tokens} tokens without an end token",
             )
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
-
-
-def step_seed(tasks: Sequence[Task]) -> int:
-    """32 bits from the sampling's seed and the step's prompts and rows: the same step draws the same tokens
-    whatever ran before it, and another step with the same prompts draws others."""
-    mark = hashlib.sha256(str(tasks[0].sampling.get("seed", 0)).encode())
-    for task in tasks:
-        mark.update(task.source_row.to_bytes(8, "little", signed=True))
-        mark.update(task.tokens.tobytes())
-    return int.from_bytes(mark.digest()[:4], "little")
 
 
 def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:

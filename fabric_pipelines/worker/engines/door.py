@@ -6,6 +6,7 @@ they finish. It reports refusals and failures per task; it raises EngineFailed o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Engine(Protocol):
 
     def open(self) -> None:
         """Load weights, touch the device. Raises ManifestRefused on a contradiction with what it finds."""
+
+    def introspect(self) -> Mapping[str, Told]:
+        """What the opened engine says of the nine manifest fields; `open` has compared them."""
 
     def submit(self, lease: Lease) -> None:
         """Take every task of the lease. Never blocks on compute."""

@@ -8,7 +8,6 @@ pooled here and leave as fp16.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -18,17 +17,20 @@ import numpy.typing as npt
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency
-from fabric_pipelines.models.onnx_graph import truncated
+from fabric_pipelines.models.onnx_graph import GraphFacts, graph_facts, truncated
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.cuts import by_length, in_order
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.sampling import pass_objection
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, with_vector
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 GRAPH = "trunk.onnx"
+INPUTS = frozenset({"ids", "seg", "pos"})  # more than these would be a cache
 
 
 class OnnxRuntimeEngine(SteppingEngine):
@@ -37,10 +39,14 @@ class OnnxRuntimeEngine(SteppingEngine):
     kind: ClassVar[str]
     packs: ClassVar[bool]
     step_tokens: ClassVar[int]
-    sampling_keys: ClassVar[frozenset[str]]
+    step_tokens_max: ClassVar[int]
+    architecture: ClassVar[str]
 
     def __init__(self, name: str, folder: EngineFolder, threads: int) -> None:
         manifest = folder.manifest
+        require_served(
+            manifest, name, runtime="onnxruntime", architectures=frozenset({self.architecture})
+        )
         super().__init__(
             name,
             manifest,
@@ -56,12 +62,32 @@ class OnnxRuntimeEngine(SteppingEngine):
         self._folder, self._threads = folder, threads
         self._runtime: Any = None
         self._session: Any = None
+        self._graph: GraphFacts | None = None
 
     def _load(self) -> None:
         self._runtime = _import()
         require(self.manifest, "version", f"onnxruntime {self._runtime.__version__}", "the runtime")
         models.require_whole(self._folder.path)
         self._session = self._open_session(str(self._folder.path / GRAPH))
+        self._graph = graph_facts(self._folder.path / GRAPH)
+
+    def introspect(self) -> Mapping[str, Told]:
+        graph = self._graph
+        assert graph is not None, f"{self.name} is not open"
+        cached = sorted({node.name for node in self._session.get_inputs()} - INPUTS)
+        memory = "the memory of attention over a step"
+        longest = min(graph.context, self.step_tokens_max)
+        return {
+            "version": Told(f"onnxruntime {self._runtime.__version__}", "the runtime"),
+            "architecture": Told(graph.architecture, "the graph"),
+            "weight_quantisation": Told(graph.weight_quantisation, "the graph"),
+            "kv_quantisation": Told("none" if cached else "single_pass", "the loaded graph"),
+            "world_size": Told(len(self._session.get_providers()), "the session"),
+            "max_batch_size": Told(self.step_tokens_max, memory, at_most=True),
+            "max_num_tokens": Told(self.step_tokens_max, memory, at_most=True),
+            "max_input_len": Told(longest, "the graph", at_most=True),
+            "max_seq_len": Told(longest, "the graph", at_most=True),
+        }
 
     def _open_session(self, graph: str | bytes) -> Any:
         options = self._runtime.SessionOptions()
@@ -92,23 +118,11 @@ class OnnxRuntimeEngine(SteppingEngine):
         return states
 
     def _free(self) -> None:
-        self._session = None
+        self._session = self._graph = None
 
     def _objection(self, task: Task) -> str | None:
-        if task.max_new_tokens:
-            return f"max_new_tokens is {task.max_new_tokens}; a single pass generates nothing"
-        if int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
-            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        if task.sampling.get("kind") != self.kind:
-            return f"kind {task.sampling.get('kind')!r} is not served here, only {self.kind!r}"
-        unknown = sorted(set(task.sampling) - self.sampling_keys)
-        if unknown:
-            return f"sampling fields {', '.join(unknown)} are unknown to this engine"
-        return self._sampling_objection(task.sampling)
-
-    @abstractmethod
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        """Why the fields besides `kind` cannot be served, or None."""
+        facts = self._folder.facts
+        return pass_objection(task, {self.kind}, facts["vocab_size"], facts["layers"])
 
 
 class HiddenEngine(OnnxRuntimeEngine):
@@ -117,26 +131,13 @@ class HiddenEngine(OnnxRuntimeEngine):
 
     kind = "hidden"
     packs = True
+    architecture = "LlamaForCausalLM"
+    step_tokens_max = 2048  # 9 heads x 2,048^2 floats are 151 MB
     step_tokens = 256  # tokens/cpu-s by step: 128: 430, 256: 411, 512: 318, 1,024: 218, 2,048: 108
-    sampling_keys = frozenset({"kind", "layers", "pooling"})
 
     def _load(self) -> None:
         super()._load()
         self._depth: int = self._folder.facts["layers"]
-
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        layers = sampling.get("layers")
-        last = self._folder.facts["layers"]
-        if not isinstance(layers, list | tuple) or not layers:
-            return "sampling field layers must be a list of layer numbers"
-        wrong = [
-            n for n in layers if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= last
-        ]
-        if wrong:
-            return f"layers {wrong} do not exist; they go from 0 to {last}"
-        if sampling.get("pooling") not in ("last", "mean"):
-            return f"pooling {sampling.get('pooling')!r} is neither 'last' nor 'mean'"
-        return None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return in_order(
@@ -177,17 +178,9 @@ class EmbedEngine(OnnxRuntimeEngine):
 
     kind = "embed"
     packs = False
+    architecture = "BertModel"
+    step_tokens_max = 4096  # 8 rows of 512: 12 heads x 8 x 512^2 floats are 101 MB
     step_tokens = 512
-    sampling_keys = frozenset({"kind", "pooling", "normalise"})
-
-    def _sampling_objection(self, sampling: Mapping[str, Any]) -> str | None:
-        if sampling.get("pooling", "mean") != "mean":
-            return (
-                f"pooling {sampling['pooling']!r} is not this model's; it was trained with 'mean'"
-            )
-        if not isinstance(sampling.get("normalise", True), bool):
-            return "sampling field normalise must be true or false"
-        return None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return by_length(pending, self._fits)

@@ -2,7 +2,7 @@
 
 A name is model@runtime-precision. Knowing an engine costs nothing; its runtime is imported only when it is
 opened, and a missing one is one sentence with the install command. The shipped engines are in ENGINES; an engine
-`<anything>@vllm...` is whatever checkpoint was described under that name in the model cache.
+`<anything>@vllm...` or `<anything>@transformers...` is whatever checkpoint was described under that name in the model cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fabric_pipelines.ids import digest
 from fabric_pipelines.worker.engines.checkpoint import checkpoint_folder
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
+from fabric_pipelines.worker.engines.plans import plan_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,40 @@ def _embed(name: str, folder: EngineFolder, threads: int) -> Engine:
     return EmbedEngine(name, folder, threads)
 
 
-def _vllm(name: str, folder: EngineFolder) -> Engine:
+def _vllm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
     from fabric_pipelines.worker.engines.vllm import VllmEngine
 
     return VllmEngine(name, folder)
+
+
+def _transformers(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+    from fabric_pipelines.worker.engines.transformers import transformers_engine
+
+    return transformers_engine(name, folder, threads, device)
+
+
+def _tensorrt_llm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+    from fabric_pipelines.worker.engines.tensorrt_llm import TensorRtLlmEngine
+
+    return TensorRtLlmEngine(name, folder)
+
+
+def _tensorrt(name: str, folder: EngineFolder) -> Engine:
+    from fabric_pipelines.worker.engines.tensorrt import TensorRtEngine
+
+    return TensorRtEngine(name, folder)
+
+
+# Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
+CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, int, str], Engine]] = (
+    MappingProxyType({"vllm": _vllm, "transformers": _transformers, "tensorrt_llm": _tensorrt_llm})
+)
+
+
+def checkpoint_runtime(name: str) -> str | None:
+    """The runtime of an engine that is a described checkpoint, None for one of ENGINES."""
+    runtime = name.partition("@")[2].partition("-")[0]
+    return runtime if runtime in CHECKPOINT_ENGINES else None
 
 
 GENERATE = EngineSpec(
@@ -104,6 +135,12 @@ ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
 )
 
 
+def plan_runtime(name: str) -> str | None:
+    """ "tensorrt" or "tensorrt_rtx" for an engine that is a built plan, else None."""
+    runtime = name.partition("@")[2].partition("-")[0]
+    return runtime if runtime in ("tensorrt", "tensorrt_rtx") else None
+
+
 def engine_spec(name: str) -> EngineSpec:
     """The registry's entry; UsageError names the engines that exist."""
     try:
@@ -120,13 +157,27 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
     return engine
 
 
-def construct_engine(name: str, *, cache: Path, threads: int) -> Engine:
-    """As open_engine, without loading: manifest and fingerprint are known, no device is touched."""
-    if name.partition("@")[2].startswith("vllm"):
-        return _vllm(name, read_folder(checkpoint_folder(name, cache)))
+def construct_engine(name: str, *, cache: Path, threads: int, device: str = "cpu") -> Engine:
+    """As open_engine, without loading: manifest and fingerprint are known, no device is touched. device: "cpu" or
+    "cuda", for engines that run on either."""
+    folder = read_folder(engine_folder(name, cache))
+    if plan_runtime(name) is not None:
+        return _tensorrt(name, folder)
+    threads = threads or len(os.sched_getaffinity(0))
+    runtime = checkpoint_runtime(name)
+    if runtime is not None:
+        return CHECKPOINT_ENGINES[runtime](name, folder, threads, device)
+    return engine_spec(name).build(name, folder, threads)
+
+
+def engine_folder(name: str, cache: Path) -> Path:
+    """Where the engine lies in the model cache; ModelMissing when it was not built there."""
+    if checkpoint_runtime(name) is not None:
+        return checkpoint_folder(name, cache)
+    if plan_runtime(name) is not None:
+        return plan_folder(name, cache)
     spec = engine_spec(name)
-    folder = read_folder(models.part_folder(spec.model, spec.part, cache))
-    return spec.build(name, folder, threads or len(os.sched_getaffinity(0)))
+    return models.part_folder(spec.model, spec.part, cache)
 
 
 def engine_identity(name: str) -> str:

@@ -1,11 +1,21 @@
-"""Sampling fields of `generate`, judged before a runtime sees them; every engine that samples asks here."""
+"""Sampling fields, judged before a runtime sees them; every engine asks here, so all refuse in the same words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from fabric_pipelines.worker.engines.tasks import Task
+
 SAMPLING_KEYS = frozenset({"kind", "temperature", "top_k", "top_p", "seed", "repetition_penalty"})
+PASS_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "hidden": frozenset({"kind", "layers", "pooling"}),
+        "embed": frozenset({"kind", "pooling", "normalise"}),
+    }
+)
 NUMBERS = (("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("seed", 0))
 
 
@@ -27,3 +37,52 @@ def sampling_objection(
 
 def is_greedy(sampling: Mapping[str, Any]) -> bool:
     return sampling.get("temperature", 0.0) == 0 or sampling.get("top_k") == 1
+
+
+def step_seed(tasks: Sequence[Task]) -> int:
+    """32 bits from the sampling's seed and the step's prompts and rows: the same step draws the same tokens
+    whatever ran before it, and another step with the same prompts draws others."""
+    mark = hashlib.sha256(str(tasks[0].sampling.get("seed", 0)).encode())
+    for task in tasks:
+        mark.update(task.source_row.to_bytes(8, "little", signed=True))
+        mark.update(task.tokens.tobytes())
+    return int.from_bytes(mark.digest()[:4], "little")
+
+
+def pass_objection(task: Task, kinds: Collection[str], vocab_size: int, layers: int) -> str | None:
+    """Why an engine of single passes cannot serve this task, or None. layers: the last layer number."""
+    sampling = task.sampling
+    kind = sampling.get("kind")
+    if task.max_new_tokens:
+        return f"max_new_tokens is {task.max_new_tokens}; a single pass generates nothing"
+    if int(task.tokens.max()) >= vocab_size:
+        return f"token id {int(task.tokens.max())} is beyond the vocabulary"
+    if kind not in kinds:
+        served = " or ".join(repr(one) for one in sorted(kinds))
+        return f"kind {kind!r} is not served here, only {served}"
+    unknown = sorted(set(sampling) - PASS_KEYS[str(kind)])
+    if unknown:
+        return f"sampling fields {', '.join(unknown)} are unknown to this engine"
+    return _hidden_objection(sampling, layers) if kind == "hidden" else _embed_objection(sampling)
+
+
+def _hidden_objection(sampling: Mapping[str, Any], last: int) -> str | None:
+    layers = sampling.get("layers")
+    if not isinstance(layers, list | tuple) or not layers:
+        return "sampling field layers must be a list of layer numbers"
+    wrong = [
+        n for n in layers if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= last
+    ]
+    if wrong:
+        return f"layers {wrong} do not exist; they go from 0 to {last}"
+    if sampling.get("pooling") not in ("last", "mean"):
+        return f"pooling {sampling.get('pooling')!r} is neither 'last' nor 'mean'"
+    return None
+
+
+def _embed_objection(sampling: Mapping[str, Any]) -> str | None:
+    if sampling.get("pooling", "mean") != "mean":
+        return f"pooling {sampling['pooling']!r} is not this model's; it was trained with 'mean'"
+    if not isinstance(sampling.get("normalise", True), bool):
+        return "sampling field normalise must be true or false"
+    return None

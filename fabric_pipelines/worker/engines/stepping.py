@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.errors import EngineFailed, ManifestRefused
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told, require_agreement
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
@@ -77,6 +78,10 @@ class SteppingEngine(ABC):
         """Let the runtime go."""
 
     @abstractmethod
+    def introspect(self) -> Mapping[str, Told]:
+        """See door.Engine."""
+
+    @abstractmethod
     def _objection(self, task: Task) -> str | None:
         """Why this task's sampling cannot be served, or None. Length is judged before."""
 
@@ -97,6 +102,11 @@ class SteppingEngine(ABC):
                     f"{self.name} cannot be loaded ({fault}): delete its folder in the model cache and run "
                     "`fabric models pull` again"
                 ) from fault
+            try:
+                require_agreement(self.manifest, self.name, self.introspect())
+            except ManifestRefused:
+                self._free()
+                raise
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     def submit(self, lease: Lease) -> None:

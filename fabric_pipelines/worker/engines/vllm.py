@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fabric_pipelines import models
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDependency
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
@@ -103,6 +105,7 @@ class VllmEngine:
         options: VllmOptions | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        require_served(folder.manifest, name, runtime="vllm")
         self.name = name
         self.manifest = folder.manifest
         self.fingerprint = folder.fingerprint
@@ -139,12 +142,12 @@ class VllmEngine:
         except (RuntimeError, ValueError, OSError) as fault:
             raise EngineFailed(f"{self.name} cannot be loaded by vLLM: {fault}") from fault
         try:
-            found = self.llm.llm_engine.vllm_config
-            self._require_agreement(found)
+            require_agreement(self.manifest, self.name, self.introspect())
         except ManifestRefused:
             self._shut()
             raise
-        blocks, size = found.cache_config.num_gpu_blocks, found.cache_config.block_size
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        blocks, size = cache.num_gpu_blocks, cache.block_size
         self.profile = self._profile(kv_cache_tokens=blocks * size)
         self.stats.extra["kv_cache_tokens"] = float(blocks * size)
         core = self.llm.llm_engine.engine_core
@@ -165,6 +168,7 @@ class VllmEngine:
         require(self.manifest, "version", f"vllm {installed}", "the installed package")
         config = read_config(self._folder.path)
         require(self.manifest, "architecture", config["architectures"][0], "config.json")
+        models.require_whole(self._folder.path)  # the fingerprint speaks of these bytes
 
     def _arguments(self) -> dict[str, Any]:
         limits, options = self.manifest, self._options
@@ -192,12 +196,12 @@ class VllmEngine:
             "generation_config": "vllm",  # sampling comes from the task alone
         }
 
-    def _require_agreement(self, found: Any) -> None:
-        """Refuse every field in which vLLM's own configuration is not what the manifest says."""
-        limits = self.manifest
+    def introspect(self) -> Mapping[str, Told]:
+        found = self.llm.llm_engine.vllm_config
         weights = found.model_config.quantization
         cache = found.cache_config.cache_dtype
-        says: dict[str, Any] = {
+        longest = found.model_config.max_model_len
+        exact: dict[str, Any] = {
             "version": f"vllm {self._runtime.__version__}",
             "architecture": found.model_config.architectures[0],
             "weight_quantisation": WEIGHTS.get(weights, weights),
@@ -205,23 +209,13 @@ class VllmEngine:
             "world_size": found.parallel_config.world_size,
             "max_batch_size": found.scheduler_config.max_num_seqs,
             "max_num_tokens": found.scheduler_config.max_num_batched_tokens,
-            "max_seq_len": found.model_config.max_model_len,
+            "max_seq_len": longest,
         }
-        faults = {
-            name: f"is {getattr(limits, name)!r}, but vLLM says {told!r}"
-            for name, told in says.items()
-            if getattr(limits, name) != told
+        return {
+            **{name: Told(value, "vLLM") for name, value in exact.items()},
+            # A prompt of max_model_len leaves no room for one token of output.
+            "max_input_len": Told(longest - 1, "vLLM", at_most=True),
         }
-        if limits.max_input_len >= found.model_config.max_model_len:
-            faults["max_input_len"] = (
-                f"is {limits.max_input_len}, but vLLM generates nothing beyond "
-                f"{found.model_config.max_model_len} tokens"
-            )
-        if faults:
-            raise ManifestRefused(
-                "engine manifest refused: " + "; ".join(f"{k} {v}" for k, v in faults.items()),
-                tuple(faults),
-            )
 
     def close(self) -> None:
         if self._driver is not None:

@@ -82,7 +82,7 @@ STRANGE = st.one_of(
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerServer, Owner]]:
-    bench, fatal = Bench(), list[str]()
+    bench, fatal = Bench(), list[FabricError]()
     bench.submit(KNOWN, BATCHES)
     bench.attach("s")
     desk = Desk(bench.owner, fatal.append)

@@ -367,11 +367,39 @@ def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasin
     bench.settle()
     (frame,) = bench.owner.scrub_report().damaged
     first = state.first_task_id
-    assert (frame.segment, frame.lsn) == (segment.path.name, lsn)
+    assert (frame.segment, frame.lsn) == (str(segment.path), lsn)
     assert (frame.tasks, frame.task_ids) == (10, f"{first}-{first + 9}")  # type: ignore[operator]
     assert frame.live == 10
     with pytest.raises(BalanceBroken, match=segment.path.name):
         bench.lease()
+    flip(segment.path, segment.offsets[lsn - segment.first_lsn] + 700)
+    bench.settle()
+    assert bench.owner.scrub_report().ok
+    assert bench.owner.core.fault == "", "restored in place, and seen to be"
+    assert bench.owner.status().counters["frames_repaired"] == 1
+
+
+def test_verify_refuses_a_damaged_control_frame_wherever_the_scrub_stands(bench: DiskBench) -> None:
+    for mark in range(4):
+        work(bench, mark)
+        bench.owner.commit()
+        bench.disk.roll()
+    sealed = [segment for segment in bench.disk._segments if segment.sealed]
+    assert len(sealed) >= 3
+    for looked_at in range(len(sealed) + 1):
+        for segment in (sealed[0], sealed[-1]):
+            seal = segment.end - 128
+            flip(segment.path, seal + 80)
+            report = bench.owner.verify()
+            assert not report.ok
+            assert (
+                f"{segment.path} is damaged in its SEAL frame: bytes {seal}..{segment.end}"
+                in str(report.differences)
+            )
+            flip(segment.path, seal + 80)
+            assert bench.owner.verify().ok, looked_at
+        bench.owner.scrub(1)
+    assert bench.owner.core.fault == ""
 
 
 def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: DiskBench) -> None:
@@ -382,7 +410,7 @@ def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: D
     flip(segment.path, segment.offsets[1] + 700)
     bench.settle()
     (frame,) = bench.owner.scrub_report().damaged
-    assert (frame.segment, frame.tasks, frame.live) == (segment.path.name, 10, 0)
+    assert (frame.segment, frame.tasks, frame.live) == (str(segment.path), 10, 0)
     assert bench.owner.core.fault == ""
     bench.checkpoint()
     assert bench.owner.scrub_report().ok

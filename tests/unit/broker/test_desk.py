@@ -11,7 +11,7 @@ import pytest
 from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.owner import Owner
-from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.errors import FabricError, StorageFailed
 from fabric_pipelines.testing.memory_journal import MemoryJournal
 from tests.support_broker import submission_of, tasks_of
 
@@ -34,12 +34,12 @@ def open_submission(mark: int) -> Any:
     return lambda owner: owner.open_submission(header)
 
 
-def desk_over(journal: MemoryJournal, said: list[str]) -> Desk:
+def desk_over(journal: MemoryJournal, said: list[FabricError]) -> Desk:
     return Desk(Owner(journal, Limits()), said.append)
 
 
 def test_the_owner_serves_the_next_request_while_an_earlier_one_is_synced() -> None:
-    journal, said = SlowJournal(), list[str]()
+    journal, said = SlowJournal(), list[FabricError]()
     desk = desk_over(journal, said)
     second: list[Any] = []
 
@@ -65,7 +65,7 @@ def test_the_owner_serves_the_next_request_while_an_earlier_one_is_synced() -> N
 
 
 def test_a_sync_that_fails_beside_the_owner_answers_nobody_with_success() -> None:
-    journal, said = MemoryJournal(), list[str]()
+    journal, said = MemoryJournal(), list[FabricError]()
     desk = desk_over(journal, said)
 
     def first(owner: Owner) -> None:
@@ -78,4 +78,5 @@ def test_a_sync_that_fails_beside_the_owner_answers_nobody_with_success() -> Non
     with pytest.raises(StorageFailed, match="before it could acknowledge"):
         answer.result(WAIT_S)
     desk.stop()
-    assert "failed its fsync" in said[0]
+    assert "failed its fsync" in str(said[0])
+    assert isinstance(said[0], StorageFailed), "the process ends with the code of its kind"

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fabric_pipelines import answers
 from fabric_pipelines.broker.draining import drain, watch
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.telemetry import ProgressBoard
+from fabric_pipelines.screen import plain
+from fabric_pipelines.telemetry import ProgressBoard, TokenRate
 from tests.support_broker import Bench, ids_of, submission_of, tasks_of
 
 
@@ -81,6 +83,53 @@ def test_a_watch_ends_when_nothing_is_open() -> None:
     assert status.progress["tokens_done"] == status.progress["tokens_total"] == 200
     assert status.progress["eta_s"] == 0.0
     assert "200 / 200 tokens, done" in told.getvalue()
+
+
+def test_no_eta_is_told_while_what_is_ready_stays() -> None:
+    door = busy()
+    bench, told = door.bench, io.StringIO()
+    bench.owner.tick()
+    bench.report(door.held.pop())
+    bench.retire(bench.pull())
+    bench.time.seconds += 20.0
+    bench.owner.renew("w")
+    bench.owner.tick()
+    assert bench.owner.status().progress["eta_s"] is not None
+    assert "ETA " in answers.work_of(shown(bench))["progress"]
+    bench.owner.drain()
+    assert bench.owner.status().progress["eta_s"] is None
+    assert answers.work_of(shown(bench))["progress"].endswith(", draining")
+    bench.owner.drain(undo=True)
+    assert bench.owner.status().progress["eta_s"] is not None
+    bench.owner.core.fault = "a segment is damaged"
+    assert bench.owner.status().progress["eta_s"] is None
+    assert answers.work_of(shown(bench))["progress"].endswith(", stopped")
+    board = ProgressBoard(told)
+    board.add("all tasks", 200)
+    board.advance_to("all tasks", 40, held="draining")
+    board._tell("all tasks")
+    assert told.getvalue() == "all tasks: 40 / 200 tokens, draining\n"
+    board.advance_to("all tasks", 200, held="draining")
+    assert told.getvalue().endswith("200 / 200 tokens, done\n")
+
+
+def shown(bench: Bench) -> dict[str, Any]:
+    status = bench.owner.status()
+    found: dict[str, Any] = plain(status)
+    return found | status.total.as_json()
+
+
+def test_what_has_not_moved_for_a_minute_has_no_eta() -> None:
+    rate = TokenRate(1_000)
+    rate.update(0, 0.0)
+    rate.update(100, 10.0)
+    assert rate.eta_s is not None
+    rate.update(100, 69.0)
+    assert rate.eta_s is not None
+    rate.update(100, 71.0)
+    assert (rate.eta_s, rate.eta) == (None, "ETA unknown")
+    rate.update(120, 72.0)
+    assert rate.eta_s is not None
 
 
 def test_the_rate_is_that_of_settled_tokens_and_gives_an_eta() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fabric_pipelines import answers, screen
 from fabric_pipelines.broker.facts import Uploaded, decode
 from fabric_pipelines.broker.tiering import Patience, Water
 from fabric_pipelines.errors import (
@@ -22,6 +24,7 @@ from fabric_pipelines.errors import (
     StoreUnreachable,
 )
 from fabric_pipelines.ids import sequence_of
+from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, MAGIC
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.testing.memory_store import MemoryStore
 from tests.support_broker import ENGINE, ids_of, submission_of, tasks_of
@@ -263,10 +266,11 @@ def test_a_lost_object_is_named_with_its_tasks_and_only_its_lane_waits_until_it_
         bench.lease("w")
     bench.owner.tick()
     with pytest.raises(
-        NotFetched, match=r"ColdLost: segment .* in the cold tier memory://cold"
+        NotFetched, match=r"ColdLost: object memory://cold/.*\.segment of the cold tier"
     ) as e:
         bench.lease("w")
-    assert f"tasks {away[0]}-" in str(e.value)
+    assert re.search(rf"\d+ tasks need it \({away[0]}-", str(e.value))
+    assert re.search(r"LSN \d+", str(e.value))
     assert "restore that object" in str(e.value)
     assert bench.owner.core.fault == ""
     (lost, *_) = bench.owner.status().journal["cold_lost"]
@@ -448,16 +452,154 @@ def test_scrub_and_verify_cover_the_cold_tier(bench: DiskBench, store: MemorySto
     assert frame.task_ids == f"{away[0]}-{away[9]}"
     report = bench.owner.verify()
     assert not report.ok
-    assert "was changed at offset" in report.differences[0]
+    (said,) = report.differences
+    assert said.startswith(f"memory://cold/{name} is damaged in its ENQUEUE frame: bytes ")
+    assert f"LSN {lsn}, 10 tasks need it ({away[0]}-{away[9]}); restore that object" in said
     assert bench.owner.core.fault == "", "other lanes go on"
     del store.objects[name]
     found = {frame.lsn: frame for frame in scrub(bench).damaged}
-    assert found[segment.first_lsn].segment == name
+    assert found[segment.first_lsn].segment == f"memory://cold/{name}"
+    assert found[segment.first_lsn].last_lsn == segment.last_lsn
     assert "is missing" in bench.owner.verify().differences[0]
     store.objects[name] = good
     assert scrub(bench).ok
     assert bench.owner.verify().ok
     assert sorted(run_all(bench)) == away
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 8]) + content[at + 1 :]
+
+
+def test_verify_refuses_a_cold_object_with_any_frame_damaged_also_one_that_no_replay_reads(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    cold_lanes(bench)
+    segments = {
+        bench.disk.cold.object_name(h.epoch): bench.disk.sealed_segment(h.epoch)
+        for h in bench.disk.holdings
+        if h.cold
+    }
+    assert set(segments) == set(store.objects)
+    names: set[str] = set()
+    for name, good in list(store.objects.items()):
+        segment = segments[name]
+        assert segment is not None
+        seal, start = segment.end - CONTROL_FRAME_BYTES, 0
+        commit = next(
+            at for at in range(128, seal, 64) if good[at : at + 4] == MAGIC and good[at + 7] == 0xFF
+        )
+        for offset in (start, commit, seal):
+            for inside in (20, 80):  # its header, its payload
+                store.objects[name] = flipped(good, offset + inside)
+                report = bench.owner.verify()
+                assert not report.ok
+                (said,) = report.differences
+                assert said.startswith(f"memory://cold/{name} is damaged in its ")
+                names.add(said.partition("in its ")[2].partition(" frame")[0])
+                assert scrub(bench).damaged[0].offset == offset
+        store.objects[name] = good
+    assert names >= {"SEGMENT", "COMMIT", "SEAL", "control"}
+    assert bench.owner.verify().ok
+    assert bench.owner.core.fault == "", "damage in the store stops nobody's lease"
+
+
+def test_a_restored_object_is_told_as_damaged_no_more_once_it_is_looked_at(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    """Nobody scrubs and nobody leases: the broker looks again by itself."""
+    cold_lanes(bench)
+    good = dict(store.objects)
+    (first, *_), second = sorted(good), sorted(good)[-1]
+    store.objects[first] = flipped(good[first], len(good[first]) // 2)
+    del store.objects[second]
+    damaged = scrub(bench).damaged
+    assert {frame.segment for frame in damaged} == {
+        f"memory://cold/{first}",
+        f"memory://cold/{second}",
+    }
+    figures = bench.owner.status().journal
+    assert figures["damaged_frames"] == len(figures["damaged"]) == 2
+    page = " ".join(" ".join(screen.page(shown(bench), 80)).split())
+    assert all(sentence in page for sentence in figures["damaged"]), "as a person reads it"
+    assert "is missing" in figures["cold_fault"]
+    bench.settle(60)
+    assert bench.owner.status().journal["damaged_frames"] == 2, "looked at, and still so"
+    store.objects[second] = flipped(good[second], 200)
+    bench.settle(60)
+    (kept,) = [f for f in bench.owner.scrub_report().damaged if f.segment.endswith(second)]
+    assert kept.lsn == kept.last_lsn, "it is back, with one frame damaged"
+    store.objects = dict(good)
+    reads = len([name for call, name in store.calls if call == "read"])
+    bench.settle(60)
+    status = bench.owner.status()
+    figures = status.journal
+    assert (figures["damaged_frames"], figures["damaged"]) == (0, [])
+    assert (figures["cold_fault"], figures["cold_lost"]) == ("", [])
+    assert not {"damaged", "cold tier"} & set(shown(bench))
+    assert status.counters["frames_repaired"] >= 2
+    assert len([name for call, name in store.calls if call == "read"]) - reads <= 8
+    assert bench.owner.verify().ok
+
+
+def shown(bench: DiskBench) -> dict[str, Any]:
+    status = bench.owner.status()
+    return answers.work_of({**screen.plain(status), **status.total.as_json()})
+
+
+def test_a_start_that_has_to_read_a_missing_object_names_it_and_what_it_held(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    """No checkpoint is left, so the log is read from its beginning."""
+    cold_lanes(bench)
+    first = min(store.objects)
+    good = store.objects.pop(first)
+    holding = bench.disk.holdings[0]
+    for checkpoint in bench.folder.glob("checkpoint-*"):
+        checkpoint.unlink()
+    with pytest.raises(ColdLost) as refused:
+        bench.crash()
+    assert str(refused.value) == (
+        f"object memory://cold/{first} of the cold tier is missing: LSN {holding.first_lsn}..{holding.last_lsn} "
+        "cannot be read; restore that object from a copy"
+    )
+    assert refused.value.exit_code == 4
+    store.objects[first] = good
+    bench.owner = bench._open()
+    assert bench.owner.verify().ok
+
+
+def test_an_object_found_missing_by_a_lease_is_listed_and_forgotten_once_it_is_back(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    away, _ = cold_lanes(bench)
+    good, store.objects = store.objects, {}
+    bench.attach("w")
+    with pytest.raises(NotFetched):
+        bench.lease("w")
+    bench.settle(3)
+    (frame, *_) = bench.owner.scrub_report().damaged
+    assert (frame.live > 0, frame.what) == (True, "is missing or not the one that was put")
+    assert frame.segment.removeprefix("memory://cold/") in good
+    bench.owner.detach("w")
+    store.objects = good
+    bench.settle(60)
+    assert bench.owner.scrub_report().ok
+    assert bench.tiering.lost == {}
+    assert sorted(run_all(bench)) == away
+
+
+def test_a_fault_of_the_store_is_told_as_long_as_it_lasts(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    store.away = True
+    submit(bench, 1)
+    freeze(bench)
+    assert "does not answer" in bench.owner.status().journal["cold_fault"]
+    store.away = False
+    bench.settle(200)
+    assert store.objects
+    assert bench.owner.status().journal["cold_fault"] == ""
 
 
 def scrub(bench: DiskBench) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from fabric_pipelines.errors import EngineFailed
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines.agreement import Told
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task
@@ -43,6 +44,9 @@ class Toy(SteppingEngine):
         )
         self.gate = gate
         self.freed = 0
+
+    def introspect(self) -> Mapping[str, Told]:
+        return {name: Told(value, "the toy") for name, value in MANIFEST.as_json().items()}
 
     def _load(self) -> None:
         return

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabric_pipelines.worker.engines.ctranslate2 import step_seed
 from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.engines.sampling import step_seed
 from fabric_pipelines.worker.engines.tasks import tasks_of
 from tests.reference_models import ReferenceBert, ReferenceLlama, relative_error
 from tests.tiny_models import BERT_HEADS, TOKENS, drain, lease_of

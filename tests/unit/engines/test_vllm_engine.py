@@ -283,7 +283,7 @@ def test_random_weights_are_asked_for_when_the_folder_has_none(made: VllmOverSta
 
 def test_a_described_checkpoint_is_an_engine_of_the_registry(tmp_path: Path) -> None:
     name = "qwen2.5-7b-shape-random-weights@vllm-fp8"
-    with pytest.raises(ModelMissing, match="describe"):
+    with pytest.raises(ModelMissing, match="fabric engine build"):
         registry.construct_engine(name, cache=tmp_path, threads=1)
     folder = tmp_path / "checkpoints" / name
     folder.mkdir(parents=True)

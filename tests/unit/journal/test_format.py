@@ -29,8 +29,11 @@ def frame(kind: int, lsn: int, payload: bytes, *, schema: int = 0, rows: int = 0
     return head + struct.pack("<I", crc) + padded
 
 
-def control(kind: int, first: int, last: int, durable: int, *, chain: int, opens: int = 1) -> bytes:
-    return frame(kind, last, struct.pack("<QQQQII16s", first, last, durable, 1, chain, opens, UUID))
+def control(
+    kind: int, first: int, last: int, durable: int, *, chain: int, opens: int = 1, units: int = 0
+) -> bytes:
+    payload = struct.pack("<QQQQII16s", first, last, durable, 1, chain, opens, UUID)
+    return frame(kind, last, payload, rows=units)
 
 
 def chain_of(journal_format: int, *frames: bytes) -> int:
@@ -38,8 +41,8 @@ def chain_of(journal_format: int, *frames: bytes) -> int:
     return google_crc32c.value(b"".join(made[:covered] for made in frames))
 
 
-def segment_by_hand(journal_format: int) -> bytes:
-    start = control(SEGMENT, 0, 0, 0, chain=0, opens=0)
+def segment_by_hand(journal_format: int, units: int = 0) -> bytes:
+    start = control(SEGMENT, 0, 0, 0, chain=0, opens=0, units=units)
     frames = [control(OPENED, 0, 0, 0, chain=0)]
     frames += [frame(7, 1, b"hello", schema=3, rows=2), frame(8, 2, bytes(64))]
     frames.append(control(COMMIT, 1, 2, 0, chain=chain_of(journal_format, *frames)))
@@ -89,6 +92,31 @@ def test_bytes_made_from_the_page_are_a_journal(tmp_path: Path, journal_format: 
         first, second = journal.replay()
     assert (first.kind, first.schema_id, first.rows, first.time_us) == (7, 3, 2, 99)
     assert (bytes(first.payload), bytes(second.payload)) == (b"hello", bytes(64))
+
+
+@FORMATS
+@pytest.mark.parametrize(("units", "read"), [(0, True), (1, True), (2, False), (2**32 - 1, False)])
+def test_a_file_shorter_than_its_segment_frame_says_is_refused(
+    tmp_path: Path, journal_format: int, units: int, read: bool
+) -> None:
+    journal_by_hand(tmp_path / "j", segment_by_hand(journal_format, units), journal_format)
+    if read:
+        Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES).close()
+        return
+    with pytest.raises(CorruptionFound, match=f"4096 bytes, its size is {units * 4096}"):
+        Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES)
+
+
+def test_the_first_frame_says_how_large_its_file_is(tmp_path: Path) -> None:
+    with Journal.open(tmp_path, segment_bytes=3 * SEGMENT_BYTES) as journal:
+        journal.append(7, b"", rows=9, time_us=1)
+        journal.commit()
+        journal.roll()
+    for path in tmp_path.glob("*.segment"):
+        headers = headers_of(path.read_bytes())
+        rows = [struct.unpack_from("<I", header, 12)[0] for header in headers]
+        assert rows[0] == 3
+        assert set(rows[1:]) <= {0, 9}, "no other control frame has anything there"
 
 
 @FORMATS

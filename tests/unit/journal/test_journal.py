@@ -426,7 +426,7 @@ def test_a_scrub_sees_every_sealed_frame_and_names_a_flipped_bit_anywhere(tmp_pa
             assert frames == sealed[-1].last_lsn
             assert len(damage) == 1
             name, lsn = damage[0]
-            assert name == victim.path.name
+            assert name == str(victim.path)
             assert victim.first_lsn <= lsn <= victim.last_lsn
             flip(victim.path, offset)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from fabric_pipelines.journal import Journal
+from fabric_pipelines.journal import Journal, files
 
 SEGMENT_BYTES = 8 * 4096
 
@@ -38,6 +39,26 @@ def take_all(held: list[int]) -> None:
 def test_segments_roll_while_no_descriptor_is_left_to_others(
     tmp_path: Path, hoard: list[int]
 ) -> None:
+    before, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES) as journal:
+        take_all(hoard)
+        for n in range(200):
+            journal.append(7, bytes([n]) * 3000, rows=1, time_us=n)
+            journal.commit()
+            take_all(hoard)
+        assert len(journal.holdings) >= 20, "more than any reserve that is kept open"
+        found = [bytes(journal.view(lsn)[0].payload[:1])[0] for lsn in range(1, 201)]
+        assert found == list(range(200)), "each of them mapped, too"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before, "the limit is as it was"
+        for fd in hoard:
+            os.close(fd)
+        hoard.clear()
+
+
+def test_where_the_limit_cannot_be_lifted_a_few_descriptors_are_kept(
+    tmp_path: Path, hoard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_limit_lifted", nullcontext)
     with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES) as journal:
         take_all(hoard)
         for n in range(30):

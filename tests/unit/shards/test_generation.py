@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
@@ -13,6 +14,8 @@ from fabric_pipelines import shards
 from fabric_pipelines.errors import AlreadyRunning, FencingLost, StorageFailed, UsageError
 from fabric_pipelines.shards.building import holding
 from fabric_pipelines.shards.disk import Disk
+from fabric_pipelines.shards.residence import Residence
+from fabric_pipelines.testing.standin_card import StandInCard
 
 STEPS = ("make_folder", "write_file", "link_file", "rename", "sync_folder", "remove_folder")
 
@@ -106,6 +109,78 @@ def test_a_crash_at_publishing_is_either_not_yet_or_done(store, tmp_path, after)
     removed = shards.janitor(store, tmp_path, "notes")
     assert len(removed) == (0 if after else 1)
     assert shards.scrub(store, tmp_path, "notes").ok
+
+
+class DyingWorld:
+    """A process that loads what it has published: it dies before step `crash_at` of card and device lease. Nothing of
+    it does anything afterwards; its lease and its rows stay as they are, and the kernel drops its locks."""
+
+    def __init__(self, store, crash_at):
+        self.store, self.crash_at = store, crash_at
+        self.log, self.ended, self.loading = [], False, False
+
+    def step(self, name):
+        self.ended = self.ended or (self.loading and len(self.log) == self.crash_at)
+        if self.ended:
+            raise WorldEnded
+        self.log.append(name)
+
+    def __getattr__(self, name):
+        answer = getattr(self.store, name)
+
+        def asked(*args, **fields):
+            if "device" in name:
+                self.step(name)
+            elif self.ended:
+                raise WorldEnded
+            return answer(*args, **fields)
+
+        return asked
+
+    def switch(self, root):
+        """Serves the generation of before from a card, builds the next one, loads it beside the old one: the steps
+        of the last part count."""
+        card = StandInCard(before=self.step)
+        held = Residence(self, root, "notes", card, keep=False)
+        try:
+            old = held.open(1, readers=1)
+            build(self, root, keep_centroids=True)
+            self.log.clear()
+            self.loading = True
+            new = held.open(readers=1)
+            assert new.generation.number == old.generation.number + 1 == 2
+            self.ended = True
+            return self.log
+        finally:
+            held._undo.close()
+
+
+def test_a_crash_in_the_device_copy_leaves_both_generations_whole_and_says_only_what_was_loaded(
+    store, rows, tmp_path
+):
+    """The fifth of {blocks, manifest, rename, row, device copy}: the row says 2, the card dies on the way to it."""
+    build(store, tmp_path / "whole")
+    before = current(store, tmp_path / "whole")[1]
+    crashes, log = 0, None
+    while log is None:
+        world, root = DyingWorld(copy.deepcopy(store), crashes), tmp_path / "at"
+        shutil.copytree(tmp_path / "whole", root)
+        memory = world.store
+        memory.put(rows[0][:5], -rows[1][:5])
+        try:
+            log = world.switch(root)
+        except WorldEnded:
+            crashes += 1
+        assert all(shards.scrub(memory, root, "notes", number).ok for number in (1, 2))
+        loaded = [row.generation for row in memory.devices("notes")]
+        assert loaded == [2 if "publish_device" in world.log else 1]
+        with Residence(memory, root, "notes", StandInCard(), keep=False) as next_life:
+            assert next_life.open(1).search(np.ones((2, 24)), 5).I.tolist() == before
+            assert next_life.open().generation.number == 2
+        shutil.rmtree(root)
+    assert crashes == len(world.log) >= 60
+    for name in ("empty", "send", "read_back", "wait", "launch", "download", "publish_device"):
+        assert name in log
 
 
 def test_everything_is_synced_before_the_rename_and_the_parent_after_it(store, tmp_path):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
+from fabric_pipelines.console import emit
 from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.interrupts import CTRL_C
-from fabric_pipelines.screen import plain
 
 app = typer.Typer(no_args_is_help=True, help="Figures of this machine, beside those of peers.")
 
@@ -115,5 +114,7 @@ def bench_landing(
 
 
 def _print(found: Mapping[str, Any], text: str, as_json: bool) -> None:
-    sys.stdout.write(json.dumps(plain(found), allow_nan=False) if as_json else text)
-    sys.stdout.write("\n")
+    if as_json:
+        emit(found, as_json)
+    else:
+        sys.stdout.write(text + "\n")

@@ -1,0 +1,51 @@
+"""Verification: a second state from the log alone against the live one, part by part.
+
+What the log's bytes are worth was looked at before (`scrubbing`); this asks what they say. A difference stops
+leasing for good, damage in the cold tier does not: only its own tasks wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fabric_pipelines.broker import snapshot
+from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.core import Core
+from fabric_pipelines.broker.facts import Dropped
+from fabric_pipelines.broker.recovery import Log, rebuild_from_log
+from fabric_pipelines.broker.replies import VerifyReport
+from fabric_pipelines.errors import ColdLost, CorruptionFound
+
+
+def verify(
+    core: Core,
+    journal: Log,
+    checkpoints: Checkpoints | None,
+    base: Dropped | None,
+    damaged: Sequence[str],
+) -> VerifyReport:
+    """`damaged`: a sentence for each place in the log that is known not to be what was written; with one of them
+    the answer is no, whatever the rest says."""
+    state = core.state
+    try:
+        twin = rebuild_from_log(journal, checkpoints, base)
+    except CorruptionFound as fault:
+        if not damaged and not isinstance(fault, ColdLost):
+            raise
+        found = list(damaged) or [str(fault)]
+        return VerifyReport(False, state.index.count, state.frames, found)
+    if isinstance(twin, str):
+        differences = [twin]
+    else:
+        differences = state.differences(twin)
+        parts = snapshot.take(state).differences(snapshot.take(twin))
+        if parts and not differences:
+            differences.append(f"{', '.join(parts)} are not what the log gives")
+    differences += state.audit() + core.stranded()
+    if differences and not core.fault:
+        core.fault = (
+            f"verify found {len(differences)} differences, first: {differences[0]}; leasing has "
+            "stopped, keep the journal folder"
+        )
+    differences = [*damaged, *differences]
+    return VerifyReport(not differences, state.index.count, state.frames, differences)

@@ -1,0 +1,448 @@
+"""The reference engine: Hugging Face transformers on torch, on any device.
+
+Slower than the others and closest to the source, so it is what the others are compared with. A checkpoint whose
+manifest keeps a KV cache generates; one that is `single_pass` gives hidden states and embeddings, sequences end to end
+in one row (varlen.py), pooled on the device, no block behind the deepest layer asked for. What the memory of the
+device allows is looked up when it opens, and is the engine's own word on the four sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from fabric_pipelines import models
+from fabric_pipelines.errors import DeviceRefused, ManifestRefused, MissingDependency
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.engines import varlen
+from fabric_pipelines.worker.engines.agreement import Told, require_served
+from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
+from fabric_pipelines.worker.engines.cuts import by_length, in_order
+from fabric_pipelines.worker.engines.door import Capabilities
+from fabric_pipelines.worker.engines.opening import EngineFolder, require
+from fabric_pipelines.worker.engines.sampling import (
+    SAMPLING_KEYS,
+    is_greedy,
+    pass_objection,
+    sampling_objection,
+    step_seed,
+)
+from fabric_pipelines.worker.engines.stepping import SteppingEngine
+from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed, with_vector
+
+Float32 = npt.NDArray[np.float32]
+# Model class -> its trunk. Others may work; these are compared with references.
+TRUNKS: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "LlamaModel",
+        "Qwen2ForCausalLM": "Qwen2Model",
+        "Qwen3ForCausalLM": "Qwen3Model",
+        "BertModel": "BertModel",
+    }
+)
+GENERATE_KEYS = SAMPLING_KEYS | {"ignore_eos"}
+MEMORY_SHARE = (
+    0.5  # of what is free once the weights are there; the rest is for activations and others
+)
+WINDOW_STEPS = 2
+
+
+def transformers_engine(
+    name: str, folder: EngineFolder, threads: int, device: str
+) -> TransformersEngine:
+    """GenerateEngine or PassEngine, by what the manifest says of the KV cache."""
+    single = folder.manifest.kv_quantisation == "single_pass"
+    return (PassEngine if single else GenerateEngine)(name, folder, threads, device)
+
+
+class TransformersEngine(SteppingEngine):
+    """What both share: the model, and how it is compared with its manifest. device: "cpu" or "cuda"."""
+
+    cache_word: ClassVar[str]  # of the KV cache, as manifests have it
+
+    def __init__(
+        self,
+        name: str,
+        folder: EngineFolder,
+        threads: int,
+        device: str,
+        kinds: frozenset[str],
+        kv_cache_tokens: int,
+    ) -> None:
+        manifest = folder.manifest
+        require_served(manifest, name, runtime="transformers", architectures=TRUNKS)
+        super().__init__(
+            name,
+            manifest,
+            folder.fingerprint,
+            Capabilities(kinds, continuous=False, packed=True, device=device),
+            Profile(
+                max_batch_size=manifest.max_batch_size,
+                max_num_tokens=manifest.max_num_tokens,
+                kv_cache_tokens=kv_cache_tokens,
+                window_tokens=WINDOW_STEPS * manifest.max_num_tokens,
+            ),
+        )
+        self._folder, self._threads, self._device = folder, threads, device
+        self._memory_tokens = 0
+        self._model: Any = None
+        self._torch: Any = None
+        self._library: Any = None
+
+    # ---- life
+
+    def _load(self) -> None:
+        self._require_files()
+        self._torch, self._library = _import()
+        if self._device == "cuda" and not self._torch.cuda.is_available():
+            raise DeviceRefused(f"{self.name} was asked to run on cuda, and torch finds no device")
+        if self._device == "cpu":
+            self._torch.set_num_threads(self._threads)
+        varlen.register(self._library)
+        from safetensors import SafetensorError
+
+        try:
+            self._model = self._loaded().eval().requires_grad_(False)
+        except (OSError, ValueError, SafetensorError) as fault:
+            raise RuntimeError(str(fault)) from fault
+        self._memory_tokens = int(MEMORY_SHARE * self._free_bytes()) // self._bytes_per_token()
+        self._prepare()
+
+    def _require_files(self) -> None:
+        """All that can be compared before torch is imported and a device is touched."""
+        try:
+            installed = version("transformers")
+        except PackageNotFoundError:
+            raise _missing("transformers") from None
+        require(self.manifest, "version", f"transformers {installed}", "the installed package")
+        config = read_config(self._folder.path)
+        require(self.manifest, "architecture", config["architectures"][0], "config.json")
+        models.require_whole(self._folder.path)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """What is set up once, on the loaded model."""
+
+    @abstractmethod
+    def _class(self) -> tuple[Any, dict[str, Any]]:
+        """The library's class to load, and what its constructor must be told."""
+
+    @abstractmethod
+    def _bytes_per_token(self) -> int:
+        """Memory that one token of a step needs."""
+
+    def _loaded(self) -> Any:
+        torch, path = self._torch, str(self._folder.path)
+        config = self._library.AutoConfig.from_pretrained(path, local_files_only=True)
+        attention = "sdpa" if self.manifest.kv_quantisation != "single_pass" else varlen.NAME
+        loader, more = self._class()
+        if self._folder.facts["weights"] != RANDOM:
+            model, found = loader.from_pretrained(
+                path,
+                config=config,
+                dtype="auto",
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
+                **more,
+            )
+            if found["missing_keys"]:  # the library would draw them at random and go on
+                lost = sorted(found["missing_keys"])
+                raise RuntimeError(f"the weights lack {len(lost)} tensors, first {lost[0]}")
+            return model.to(self._device)
+        with torch.random.fork_rng(devices=self._devices()), torch.device(self._device):
+            torch.manual_seed(0)
+            dtype = config.dtype or torch.float32
+            return loader.from_config(config, dtype=dtype, attn_implementation=attention, **more)
+
+    def _devices(self) -> list[int]:
+        return [self._torch.cuda.current_device()] if self._device == "cuda" else []
+
+    def _free_bytes(self) -> int:
+        if self._device == "cuda":
+            free: int = self._torch.cuda.mem_get_info()[0]
+            return free
+        return int(psutil.virtual_memory().available)
+
+    def _free(self) -> None:
+        self._model = None
+        if self._device == "cuda" and self._torch is not None:
+            self._torch.cuda.empty_cache()
+
+    def introspect(self) -> Mapping[str, Told]:
+        assert self._model is not None, f"{self.name} is not open"
+        trunk = type(self._model.base_model).__name__
+        kinds = {str(weight.dtype) for weight in self._model.parameters()}
+        narrow = {"int8": "int8", "float8": "fp8"}
+        context = self._model.config.max_position_embeddings
+        memory = f"the memory of {self._device}"
+        longest = min(context, self._memory_tokens)
+        model = "the loaded model"
+        by_trunk = {trunk: name for name, trunk in TRUNKS.items()}
+        return {
+            "version": Told(f"transformers {self._library.__version__}", "the library"),
+            "architecture": Told(by_trunk.get(trunk, trunk), model),
+            "weight_quantisation": Told(
+                next(
+                    (word for mark, word in narrow.items() if any(mark in k for k in kinds)), "none"
+                ),
+                model,
+            ),
+            "kv_quantisation": Told(self.cache_word, model),
+            "world_size": Told(len({str(w.device) for w in self._model.parameters()}), model),
+            "max_batch_size": Told(self._memory_tokens, memory, at_most=True),
+            "max_num_tokens": Told(self._memory_tokens, memory, at_most=True),
+            "max_input_len": Told(longest, "context and memory", at_most=True),
+            "max_seq_len": Told(longest, "context and memory", at_most=True),
+        }
+
+
+class GenerateEngine(TransformersEngine):
+    """`model.generate` on the neighbours in length of the oldest task, padded on the left; what was padded is
+    counted. Each step ends with its longest output: there is no refill."""
+
+    cache_word = "none"
+
+    def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
+        manifest = folder.manifest
+        if manifest.architecture == "BertModel":
+            raise ManifestRefused(
+                f"engine manifest of {name} refused: kv_quantisation is {manifest.kv_quantisation!r}, but "
+                "BertModel generates nothing: it must be 'single_pass'",
+                ("kv_quantisation",),
+            )
+        room = manifest.max_batch_size * manifest.max_seq_len
+        super().__init__(name, folder, threads, device, frozenset({"generate"}), room)
+        self._eos_ids: list[int] = list(folder.facts["eos_ids"])
+
+    def _class(self) -> tuple[Any, dict[str, Any]]:
+        return self._library.AutoModelForCausalLM, {}
+
+    def _prepare(self) -> None:
+        # Sampling comes from the task alone: what the checkpoint proposes must not fill gaps.
+        self._model.generation_config = self._library.GenerationConfig()
+
+    def _bytes_per_token(self) -> int:
+        config = self._model.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_key_value_heads * head
+        return int(2 * config.num_hidden_layers * width * self._model.dtype.itemsize)
+
+    def _objection(self, task: Task) -> str | None:
+        if task.max_new_tokens < 1:
+            return "max_new_tokens is 0; a generation needs at least 1"
+        if int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
+            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
+        if not isinstance(task.sampling.get("ignore_eos", False), bool):
+            return "sampling field ignore_eos must be true or false"
+        return sampling_objection(task.sampling, GENERATE_KEYS)
+
+    def _cut(self, pending: Sequence[Task]) -> list[Task]:
+        oldest = pending[0]
+        if oldest.sampling.get("repetition_penalty", 1.0) != 1.0:
+            # The library penalises whatever stands in the row, pads too: only equal lengths go together.
+            pending = [task for task in pending if task.length == oldest.length]
+        return by_length(pending, self._fits)
+
+    def _fits(self, longest: Task, count: int) -> bool:
+        return (
+            count <= self.profile.max_batch_size
+            and count * longest.length <= self.profile.max_num_tokens
+            and count * (longest.length + longest.max_new_tokens) <= self._memory_tokens
+        )
+
+    def _run(self, tasks: list[Task]) -> list[Outcome]:
+        torch, width = self._torch, max(task.length for task in tasks)
+        ids = np.zeros((len(tasks), width), np.int64)
+        held = np.zeros((len(tasks), width), np.int64)
+        for row, task in enumerate(tasks):
+            ids[row, width - task.length :] = task.tokens
+            held[row, width - task.length :] = 1
+        with torch.inference_mode(), torch.random.fork_rng(devices=self._devices()):
+            torch.manual_seed(step_seed(tasks))
+            made = self._model.generate(
+                torch.from_numpy(ids).to(self._device),
+                attention_mask=torch.from_numpy(held).to(self._device),
+                generation_config=self._generation(tasks[0]),
+            )
+        computed = sum(task.length for task in tasks)
+        self.stats.computed_tokens += computed
+        self.stats.padded_tokens += len(tasks) * width - computed
+        return [
+            self._outcome(task, row[width:], width - task.length)
+            for task, row in zip(tasks, made.cpu().numpy(), strict=True)
+        ]
+
+    def _generation(self, task: Task) -> Any:
+        """The library's settings of a step; all tasks of a group and cap have the same."""
+        sampling = task.sampling
+        ends = [] if sampling.get("ignore_eos", False) else self._eos_ids
+        chosen: dict[str, Any] = {
+            "max_new_tokens": task.max_new_tokens,
+            "eos_token_id": ends or None,
+            "pad_token_id": ends[0] if ends else 0,
+            "repetition_penalty": sampling.get("repetition_penalty", 1.0),
+            "do_sample": not is_greedy(sampling),
+        }
+        if not is_greedy(sampling):
+            chosen |= {
+                "temperature": sampling["temperature"],
+                "top_k": sampling.get("top_k", 0),
+                "top_p": sampling.get("top_p", 1.0),
+            }
+        return self._library.GenerationConfig(**chosen)
+
+    def _outcome(self, task: Task, row: npt.NDArray[np.int64], padded: int) -> Outcome:
+        ends = [] if task.sampling.get("ignore_eos", False) else self._eos_ids
+        stops = np.flatnonzero(np.isin(row, ends))
+        if len(stops):
+            output, reason = row[: stops[0]], "stop"
+        elif len(row) == task.max_new_tokens:
+            output, reason = row, "length"
+        else:
+            return failed(
+                task,
+                "EngineFailed",
+                f"the library ended after {len(row)} of {task.max_new_tokens} tokens without an end token",
+            )
+        self.stats.generated_tokens += len(output) + len(stops[:1])
+        return Outcome(task, "ok", reason, output=output.astype(np.uint32), padded_tokens=padded)
+
+
+class PassEngine(TransformersEngine):
+    """hidden: the residual stream of declared layers, pooled, layers concatenated; embed: the mean of the model's
+    last states, to unit length unless told otherwise."""
+
+    cache_word = "single_pass"
+
+    def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
+        super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
+
+    def _class(self) -> tuple[Any, dict[str, Any]]:
+        encoder = self.manifest.architecture == "BertModel"
+        return self._library.AutoModel, {"add_pooling_layer": False} if encoder else {}
+
+    def _prepare(self) -> None:
+        encoder = getattr(self._model, "encoder", None)
+        self._stack, self._stack_name = (encoder, "layer") if encoder else (self._model, "layers")
+        self._blocks = getattr(self._stack, self._stack_name)
+        self._embedding = self._model.embeddings if encoder else self._model.embed_tokens
+
+    def _bytes_per_token(self) -> int:
+        """Residual, attention input and output, and the feed-forward's two halves of one block."""
+        config = self._model.config
+        width = 6 * config.hidden_size + 3 * config.intermediate_size
+        return int(width * self._model.dtype.itemsize)
+
+    def _objection(self, task: Task) -> str | None:
+        layers = len(self._blocks)
+        return pass_objection(
+            task, self.capabilities.kinds, self._folder.facts["vocab_size"], layers
+        )
+
+    def _cut(self, pending: Sequence[Task]) -> list[Task]:
+        return in_order(
+            pending,
+            tokens_max=self.profile.max_num_tokens,
+            tasks_max=self.profile.max_batch_size,
+        )
+
+    def _run(self, tasks: list[Task]) -> list[Outcome]:
+        vectors = self.vectors(tasks)
+        self.stats.computed_tokens += sum(task.length for task in tasks)
+        return [with_vector(task, row, 0) for task, row in zip(tasks, vectors, strict=True)]
+
+    def vectors(self, tasks: Sequence[Task]) -> Float32:
+        """float32 [tasks, layers x dim], or [tasks, dim] of an embedding; all tasks of one group."""
+        torch, sampling = self._torch, tasks[0].sampling
+        packing = varlen.Packing.of([task.length for task in tasks], self._device)
+        ids = np.concatenate([task.tokens for task in tasks]).astype(np.int64)
+        with torch.inference_mode():
+            pooled = (
+                self._hidden(ids, packing, sampling)
+                if sampling["kind"] == "hidden"
+                else self._embed(ids, packing, sampling)
+            )
+        vectors: Float32 = pooled.cpu().numpy()
+        return vectors
+
+    def _hidden(
+        self, ids: npt.NDArray[np.int64], packing: varlen.Packing, sampling: Mapping[str, Any]
+    ) -> Any:
+        layers: list[int] = list(sampling["layers"])
+        pooled: dict[int, Any] = {}
+        hooks = [
+            (self._blocks[layer - 1] if layer else self._embedding).register_forward_hook(
+                self._pooling_into(pooled, layer, packing, sampling["pooling"])
+            )
+            for layer in set(layers)
+        ]
+        # Blocks behind the deepest layer are taken out for the pass: nothing asks for them.
+        setattr(self._stack, self._stack_name, self._blocks[: max(layers)])
+        try:
+            self._pass(ids, packing)
+        finally:
+            setattr(self._stack, self._stack_name, self._blocks)
+            for hook in hooks:
+                hook.remove()
+        return self._torch.cat([pooled[layer] for layer in layers], dim=1)
+
+    def _pooling_into(
+        self, pooled: dict[int, Any], layer: int, packing: varlen.Packing, how: str
+    ) -> Any:
+        def keep(module: Any, given: Any, made: Any) -> None:
+            states = made[0] if isinstance(made, tuple) else made
+            pooled[layer] = self._pool(states[0], packing, how)
+
+        return keep
+
+    def _embed(
+        self, ids: npt.NDArray[np.int64], packing: varlen.Packing, sampling: Mapping[str, Any]
+    ) -> Any:
+        means = self._pool(self._pass(ids, packing).last_hidden_state[0], packing, "mean")
+        if sampling.get("normalise", True):
+            means = self._torch.nn.functional.normalize(means, dim=1)
+        return means
+
+    def _pass(self, ids: npt.NDArray[np.int64], packing: varlen.Packing) -> Any:
+        row = self._torch.from_numpy(ids)[None].to(self._device)
+        more = {} if self._stack is not self._model else {"use_cache": False}
+        return self._model(input_ids=row, position_ids=packing.positions, packing=packing, **more)
+
+    def _pool(self, states: Any, packing: varlen.Packing, how: str) -> Any:
+        """[T, D] -> float32 [n, D], on the device: what leaves it is a row a sequence, not a row a token."""
+        ends = packing.ends[1:].long()
+        if how == "last":
+            return states.index_select(0, ends - 1).float()
+        counts = packing.ends.diff()
+        which = self._torch.arange(len(counts), device=states.device).repeat_interleave(
+            counts, output_size=states.shape[0]
+        )
+        sums = self._torch.zeros(len(counts), states.shape[1], device=states.device)
+        return sums.index_add_(0, which, states.float()) / counts[:, None]
+
+
+def _missing(package: str) -> MissingDependency:
+    return MissingDependency(package, "transformers", "the reference engine")
+
+
+def _import() -> tuple[Any, Any]:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        import torch
+    except ImportError:
+        raise _missing("torch") from None
+    try:
+        import transformers
+    except ImportError:
+        raise _missing("transformers") from None
+    return torch, transformers
