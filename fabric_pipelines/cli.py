@@ -38,7 +38,7 @@ from fabric_pipelines.errors import (
     storage_failed,
 )
 from fabric_pipelines.interrupts import CTRL_C
-from fabric_pipelines.screen import plain
+from fabric_pipelines.screen import pairs, plain
 
 if TYPE_CHECKING:
     from fabric_pipelines.telemetry import ProgressBoard
@@ -422,14 +422,16 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
     """Every setting, its value and which source won."""
     settings = _settings(ctx)
     rows = settings.described()
-    # a value may be a path to copy, so it is not cut: one setting a line, what it means in docs
+    if as_json:
+        _emit({"home": settings.home, "settings": rows}, as_json)
+        return
+    # the names as they are typed, and values uncut, since they may be copied: what they mean stands in the docs
     shown = {
-        row[
-            "name"
-        ]: f"{row['value'] or '-'}{'' if row['origin'] == 'default' else GIVEN.format(row['origin'])}"
+        row["name"]: (row["value"] or "-")
+        + ("" if row["origin"] == "default" else GIVEN.format(row["origin"]))
         for row in rows
     }
-    _emit({"home": settings.home, "settings": rows}, as_json, shown=shown)
+    sys.stdout.write("\n".join(pairs(shown)) + "\n")
 
 
 @kernels_app.command("list")

@@ -115,13 +115,16 @@ class BrokerClient:
         session: str | None = None,
         timeout_s: float = 10,
         credentials: Credentials | None = None,
+        place: str = "",
     ) -> None:
-        """`role` is declared on this machine; off it the certificate of `credentials` decides."""
+        """`role` is declared on this machine; off it the certificate of `credentials` decides. place: what this process
+        holds alone (a locked device); when it attaches, the session that held the place before is over."""
         self.endpoint = require_reachable(endpoint, credentials)
         self._credentials = credentials
         self.role = role
         self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
         self.timeout_s = timeout_s
+        self._place = place
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
         self._pid = 0  # of the process that opened the connection
@@ -132,7 +135,13 @@ class BrokerClient:
 
     @classmethod
     def of(
-        cls, settings: Settings, *, role: str, session: str | None = None, timeout_s: float = 10
+        cls,
+        settings: Settings,
+        *,
+        role: str,
+        session: str | None = None,
+        timeout_s: float = 10,
+        place: str = "",
     ) -> BrokerClient:
         """To the broker that settings name, with their credentials where it is on another machine."""
         endpoint = settings.broker_endpoint
@@ -142,6 +151,7 @@ class BrokerClient:
             session=session,
             timeout_s=timeout_s,
             credentials=credentials_for(endpoint, settings),
+            place=place,
         )
 
     def __enter__(self) -> BrokerClient:
@@ -335,6 +345,7 @@ class BrokerClient:
             "engine_fingerprint": engine_fingerprint,
             "device": device,
             "profile": profile.as_json(),
+            **({"place": self._place} if self._place else {}),
         }
         self._lease_call = head["call"] = max(self._lease_call + 1, time.time_ns())
         reply, _ = self._call("attach", head, ids_part(held))
