@@ -112,6 +112,22 @@ def bench_landing(
     _print(report, table(report), as_json)
 
 
+@app.command("health")
+def bench_health(
+    rows: Annotated[int, typer.Option(min=1000, help="Rows of the store.")] = 200_000,
+    dim: Annotated[int, typer.Option(min=1, max=16_384, help="Dimension of a row.")] = 384,
+    clusters: Annotated[int, typer.Option(min=2, help="Clusters of log-normal size.")] = 1000,
+    peer: Annotated[bool, typer.Option(help="Silhouette beside scikit-learn's, a minute.")] = True,
+    as_json: Json = False,
+) -> None:
+    """All health metrics of a store with time and memory a pass, and silhouette beside scikit-learn."""
+    from fabric_pipelines.bench.health import measure, table
+
+    CTRL_C.begin()
+    report = measure(rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True))
+    _print(report, table(report), as_json)
+
+
 def _print(found: Mapping[str, Any], text: str, as_json: bool) -> None:
     if as_json:
         emit(found, as_json)

@@ -7,7 +7,7 @@ value built on them is CORRUPT, which is how a kernel that drops dimensions show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from fabric_pipelines.analytics.knn_graph import graph
 from fabric_pipelines.analytics.metrics import METRICS
 from fabric_pipelines.analytics.neighbours import neighbours
 from fabric_pipelines.analytics.plan import WORKSPACE_BYTES, Plan
-from fabric_pipelines.analytics.readings import Facts, Reading, Reference, Status
+from fabric_pipelines.analytics.readings import Facts, MetricSpec, Reading, Reference, Status
 from fabric_pipelines.analytics.robust import robust
 from fabric_pipelines.analytics.spectrum import spectrum
 from fabric_pipelines.analytics.stacks import Members
@@ -136,27 +136,42 @@ def measure(
     min_norm: float = MIN_NORM,
     budget_flop: float | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
+    only: Collection[str] | None = None,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
     the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
-    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
+    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
+    metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
     """
     if metric not in ("cosine", "l2"):
         raise UsageError(f"metric {metric!r} is unknown; it must be 'cosine' or 'l2'")
+    asked = _asked(only)
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
-    drawn = plan.draw(csr, budget_flop=budget_flop, workspace_bytes=workspace_bytes)
+    drawn = plan.draw(
+        csr,
+        wanted={spec.pass_name for spec in asked},
+        budget_flop=budget_flop,
+        workspace_bytes=workspace_bytes,
+    )
     with timed() as opening:
         sweeps = _sweeps(backend, csr)
     try:
         seconds = {"open": opening["seconds"]}
-        return _measure(csr, sweeps, metric, reference, min_norm, drawn, seconds)
+        return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
     finally:
         sweeps.close()
+
+
+def _asked(only: Collection[str] | None) -> list[MetricSpec]:
+    unknown = sorted(set(only or ()) - set(METRICS))
+    if unknown:
+        raise UsageError(f"metric {unknown[0]!r} is unknown; docs/analytics.md lists all")
+    return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
 def _sweeps(backend: str, csr: Csr) -> Sweeps:
@@ -177,18 +192,19 @@ def _measure(
     reference: Reference | None,
     min_norm: float,
     drawn: Plan,
+    asked: Sequence[MetricSpec],
     seconds: dict[str, float],
 ) -> HealthTable:
     facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
     broken = _contradictions(facts)
     readings = {}
-    for name, spec in METRICS.items():
+    for spec in asked:
         if spec.pass_name in seconds:
             reading = spec.read(facts)
         else:
             skipped = spec.pass_name not in drawn.allowed
             reading = _unknown(facts, Status.SKIPPED_BUDGET if skipped else Status.U_CONTEXT)
-        readings[name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
+        readings[spec.name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
     return HealthTable(
         metric=metric,
         dim=csr.dim,

@@ -135,6 +135,24 @@ class TestEmbedOnCuda(Conformance):
             )
 
 
+def test_compiled_blocks_give_the_same_states(
+    torch: Any, tiny: TinyCheckpoints, tmp_path: Path
+) -> None:
+    own = tiny.copied(tmp_path / "models")
+    name = f"{HIDDEN}-compiled"
+    own.folder(HIDDEN).rename(own.folder(name))
+    draw = np.random.default_rng(6)
+    sampling = {"kind": "hidden", "layers": [0, 1, LAYERS], "pooling": "mean"}
+    with (
+        tiny_checkpoints.opened(name, own.cache, device="cuda") as compiled,
+        tiny_checkpoints.opened(HIDDEN, tiny.cache, device="cuda") as plain,
+    ):
+        for lengths in ([3, 40, 1], [7], [100, 2, 2, 90]):
+            prompts = [draw.integers(0, 264, n).tolist() for n in lengths]
+            tasks = tasks_of(lease_of(prompts, sampling))
+            assert relative_error(compiled.vectors(tasks), plain.vectors(tasks)) < 1e-5
+
+
 def test_in_half_precision_one_kernel_serves_all_sequences_and_none_changes_another(
     torch: Any, tiny: TinyCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

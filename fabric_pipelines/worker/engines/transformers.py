@@ -49,9 +49,10 @@ TRUNKS: Mapping[str, str] = MappingProxyType(
     }
 )
 GENERATE_KEYS = SAMPLING_KEYS | {"ignore_eos"}
-MEMORY_SHARE = (
-    0.5  # of what is free once the weights are there; the rest is for activations and others
-)
+# In an engine's name: its blocks go through torch.compile, some tens of seconds at first.
+COMPILED = "compiled"
+# Of what is free once the weights are there; the rest is for activations and others.
+MEMORY_SHARE = 0.5
 WINDOW_STEPS = 2
 
 
@@ -106,7 +107,7 @@ class TransformersEngine(SteppingEngine):
             raise DeviceRefused(f"{self.name} was asked to run on cuda, and torch finds no device")
         if self._device == "cpu":
             self._torch.set_num_threads(self._threads)
-        varlen.register(self._library)
+        varlen.register(self._library, self._torch)
         from safetensors import SafetensorError
 
         try:
@@ -325,6 +326,7 @@ class PassEngine(TransformersEngine):
 
     def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
         super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
+        self._compiled = COMPILED in name.partition("@")[2].split("-")
 
     def _class(self) -> tuple[Any, dict[str, Any]]:
         encoder = self.manifest.architecture == "BertModel"
@@ -335,6 +337,9 @@ class PassEngine(TransformersEngine):
         self._stack, self._stack_name = (encoder, "layer") if encoder else (self._model, "layers")
         self._blocks = getattr(self._stack, self._stack_name)
         self._embedding = self._model.embeddings if encoder else self._model.embed_tokens
+        if self._compiled:
+            for block in self._blocks:
+                block.forward = self._torch.compile(block.forward, dynamic=True)
 
     def _bytes_per_token(self) -> int:
         """Residual, attention input and output, and the feed-forward's two halves of one block."""
@@ -442,4 +447,5 @@ def _import() -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise _missing("transformers") from None
+    transformers.logging.disable_progress_bar()  # a worker's stderr is its log
     return torch, transformers

@@ -15,9 +15,10 @@ from typing import Any
 NAME = "fabric_varlen"
 
 
-def register(transformers: Any) -> None:
-    """Make NAME known to transformers; idempotent."""
-    transformers.AttentionInterface.register(NAME, attend)
+def register(transformers: Any, torch: Any) -> None:
+    """Make NAME known to transformers; idempotent. A compiled block stops here and goes on behind: the lengths of a
+    step are new every time, and would be compiled for every time."""
+    transformers.AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
