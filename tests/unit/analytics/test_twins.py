@@ -148,3 +148,17 @@ def test_all_of_them_at_the_border_of_a_tile(dim: int, size: int) -> None:
             "dip": dip(np.sort(place)),
         },
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+def test_the_widest_rows(metric: Metric) -> None:
+    csr = store(16_384, [0, 1, 3, 40])
+    found = table(csr, metric)
+    assert found.disagreements == {}
+    for cluster in (2, 3):
+        rows = good_rows(csr, cluster, metric)
+        shape = spectrum(rows)._asdict()
+        del shape["coding_rate_centred"]
+        pairs = pair_tile(distances(rows))._asdict()
+        del pairs["diameter"]
+        require_equal(found, cluster, shape | pairs)
