@@ -36,6 +36,7 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
+CHECKSUM = "checksum_mismatch"
 SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
 T = TypeVar("T")
 
@@ -115,7 +116,10 @@ class HealthTable:
         return out
 
     def reference(self) -> Reference:
-        """What a later measurement is compared with; NaN in it makes that comparison U_CONTEXT."""
+        """What a later measurement is compared with; NaN in it makes that comparison U_CONTEXT. UsageError where
+        `only` has left the digests out."""
+        if CHECKSUM not in self.readings:
+            raise UsageError(f"a reference needs the digests: measure with {CHECKSUM!r} in `only`")
         found = self.facts.admission
         none = found.size == 0
         return Reference(
@@ -198,7 +202,8 @@ def _measure(
     asked: Sequence[MetricSpec],
     seconds: dict[str, float],
 ) -> HealthTable:
-    facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
+    hashed = "P4" in drawn.allowed or any(spec.name == CHECKSUM for spec in asked)
+    facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, hashed, drawn, seconds)
     disagreements = contradictions(facts)
     broken = np.zeros(csr.clusters, dtype=np.bool_)
     for clusters in disagreements.values():
@@ -232,6 +237,7 @@ def _run(
     cosine: bool,
     reference: Reference | None,
     min_norm: float,
+    hashed: bool,
     drawn: Plan,
     seconds: dict[str, float],
 ) -> Facts:
@@ -246,7 +252,7 @@ def _run(
     def may(name: str, work: Callable[[], T]) -> T | None:
         return run(name, work) if name in drawn.allowed else None
 
-    found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
+    found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm, hashed=hashed))
     means = run("P2", lambda: passes.centroid(csr, sweeps, found, cosine=cosine))
     radii = run("P3", lambda: passes.radius(csr, sweeps, found, means))
     order = may("P4", lambda: passes.order(csr, found, radii))

@@ -230,7 +230,8 @@ class CudaSweeps:
             self._gpu.close()
             raise
 
-    def admit(self, min_norm: float) -> Admitted:
+    def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
+        """The kernel hashes on its way through the row, asked or not."""
         parts = row_admit(self._gpu, self._rows, min_norm)
         return Admitted(*(self._gpu.download(part) for part in parts))
 

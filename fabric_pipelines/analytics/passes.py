@@ -111,8 +111,9 @@ class Points:
     margin_p10: F64
 
 
-def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float) -> Admission:
-    norm2, flag, row_hash = sweeps.admit(min_norm)
+def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> Admission:
+    """Without `hashed`, hashes and digests mean nothing and may not be read."""
+    norm2, flag, row_hash = sweeps.admit(min_norm, hashed=hashed)
     good = flag == 0
     norm = np.sqrt(np.where(good, norm2, 0.0))
     with np.errstate(over="ignore"):
@@ -328,5 +329,5 @@ def _nearest_other(
         near_least[rows] = np.maximum(near + row_norm2, 0.0)
         mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
 
-    run_side_by_side(measure, csr.blocks(max(width, csr.dim), TILE_VALUES))
+    run_side_by_side(measure, csr.blocks(max(width, csr.dim)))
     return mean_least, near_least

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.csr import F64, I64, U64, Csr
 from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
-from fabric_pipelines.analytics.reference.row_admit import row_admit
+from fabric_pipelines.analytics.reference.row_admit import row_flags, row_hash
 from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
 
 
@@ -31,7 +31,8 @@ class Sweeps(Protocol):
 
     name: str
 
-    def admit(self, min_norm: float) -> Admitted: ...
+    def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
+        """Without `hashed` the hashes may be anything: nobody reads them."""
 
     def centroid(self, weight: F64) -> F64:
         """Sum of weight x row of each cluster, f64 [K, d]."""
@@ -57,16 +58,18 @@ class CpuSweeps:
     def __init__(self, csr: Csr) -> None:
         self._csr = csr
 
-    def admit(self, min_norm: float) -> Admitted:
+    def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         count = len(self._csr.rows)
         norm2, flag = np.empty(count), np.empty(count, dtype=np.uint8)
-        row_hash = np.empty((count, 2), dtype=np.uint64)
+        found = np.zeros((count, 2), dtype=np.uint64)
 
         def admit(rows: slice) -> None:
-            norm2[rows], flag[rows], row_hash[rows] = row_admit(self._csr.rows[rows], min_norm)
+            norm2[rows], flag[rows] = row_flags(self._csr.rows[rows], min_norm)
+            if hashed:
+                found[rows] = row_hash(self._csr.rows[rows])
 
         run_side_by_side(admit, self._csr.blocks())
-        return Admitted(norm2, flag, row_hash)
+        return Admitted(norm2, flag, found)
 
     def centroid(self, weight: F64) -> F64:
         csr = self._csr

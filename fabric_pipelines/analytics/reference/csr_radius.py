@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F32, F64, I64
+from fabric_pipelines.analytics.csr import F32, F64, I64, LOOP_SEGMENT_ROWS
 from fabric_pipelines.analytics.reference.csr_centroid import weighted
 
 
@@ -17,8 +17,15 @@ def csr_radius(rows: F32, weight: F64, indptr: I64, centroid: F64) -> F64:
 
     A row of weight 0 gets 0; callers leave it out by its weight.
     """
-    owner = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    apart = weighted(rows, weight) - centroid[owner]
-    apart[weight == 0] = 0
+    apart = weighted(rows, weight)
+    filled = np.flatnonzero(np.diff(indptr))
+    if len(filled) * LOOP_SEGMENT_ROWS > len(rows):
+        apart -= centroid[np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))]
+    else:
+        for segment in filled:
+            apart[indptr[segment] : indptr[segment + 1]] -= centroid[segment]
+    left_out = weight == 0
+    if left_out.any():
+        apart[left_out] = 0
     radius2: F64 = np.einsum("ij,ij->i", apart, apart)
     return radius2

@@ -46,15 +46,22 @@ def row_hash(rows: F32) -> U64:
 def row_admit(
     rows: F32, min_norm: float
 ) -> tuple[F64, np.ndarray[tuple[int], np.dtype[np.uint8]], U64]:
-    """[n, d] f32 -> norm2 f64 [n], flag u8 [n], hash u64 [n, 2].
+    """[n, d] f32 -> norm2 f64 [n], flag u8 [n], hash 2 x u64 [n, 2]."""
+    return *row_flags(rows, min_norm), row_hash(rows)
+
+
+def row_flags(rows: F32, min_norm: float) -> tuple[F64, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """[n, d] f32 -> norm2 f64 [n], flag u8 [n].
 
     A row with a NaN or Inf component keeps whatever its sum gives; its flag says not to use it. `ZERO` is set
     for finite rows whose norm is below `min_norm`, for which a direction is undefined.
     """
     wide = rows.astype(np.float64)
     norm2 = np.einsum("ij,ij->i", wide, wide)
-    nan = np.isnan(rows).any(axis=1)
-    inf = np.isinf(rows).any(axis=1)
+    nan, inf = np.zeros((2, len(rows)), dtype=np.bool_)
+    broken = np.flatnonzero(~np.isfinite(norm2))  # squares of finite float32 stay finite in float64
+    nan[broken] = np.isnan(rows[broken]).any(axis=1)
+    inf[broken] = np.isinf(rows[broken]).any(axis=1)
     zero = ~nan & ~inf & (norm2 < min_norm * min_norm)
     flag = nan * np.uint8(NAN) | inf * np.uint8(INF) | zero * np.uint8(ZERO)
-    return norm2, flag.astype(np.uint8), row_hash(rows)
+    return norm2, flag.astype(np.uint8)

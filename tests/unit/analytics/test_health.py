@@ -201,8 +201,8 @@ def test_rows_whose_hashes_collide_are_told_apart_by_their_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class OneHash(CpuSweeps):
-        def admit(self, min_norm: float) -> Admitted:
-            found = super().admit(min_norm)
+        def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
+            found = super().admit(min_norm, hashed=hashed)
             return found._replace(hash=np.zeros_like(found.hash))
 
     monkeypatch.setattr(health, "_sweeps", lambda backend, csr: OneHash(csr))
@@ -275,8 +275,8 @@ def test_sweeps_that_drop_dimensions_past_128_are_caught_as_corrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Narrow(CpuSweeps):
-        def admit(self, min_norm: float) -> Admitted:
-            whole = super().admit(min_norm)
+        def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
+            whole = super().admit(min_norm, hashed=hashed)
             norm2 = (self._csr.rows[:, :128].astype(np.float64) ** 2).sum(axis=1)
             return whole._replace(norm2=norm2)
 

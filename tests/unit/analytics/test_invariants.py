@@ -34,8 +34,8 @@ def test_a_first_sweep_that_drops_dimensions_past_128_is_seen(
     monkeypatch: pytest.MonkeyPatch, metric: Metric
 ) -> None:
     class Narrow(CpuSweeps):
-        def admit(self, min_norm: float) -> Admitted:
-            whole = super().admit(min_norm)
+        def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
+            whole = super().admit(min_norm, hashed=hashed)
             wide = self._csr.rows[:, :128].astype(np.float64)
             return whole._replace(norm2=np.einsum("nd,nd->n", wide, wide))
 

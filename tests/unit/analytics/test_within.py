@@ -197,6 +197,11 @@ def test_only_the_passes_that_the_metrics_asked_for_need_are_run() -> None:
         np.testing.assert_array_equal(reading.value, whole.readings[name].value)
     with pytest.raises(UsageError, match="metric 'dap' is unknown"):
         table(csr, only=["dap"])
+    with pytest.raises(UsageError, match="'checksum_mismatch' in `only`"):
+        part.reference()
+    again = table(csr, only=["checksum_mismatch"], reference=whole.reference())
+    assert again.readings["checksum_mismatch"].value.tolist() == [0.0, 0.0]
+    again.reference()
 
 
 def test_measuring_leaves_the_threads_of_the_library_as_they_were() -> None:
