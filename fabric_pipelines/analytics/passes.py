@@ -270,7 +270,7 @@ def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) ->
     """
     owner, size = csr.owner(), admitted.size
     spread = _per_row(radii.within, size)
-    other_mean, near2 = _nearest_other(csr, centroids, size, spread, owner)
+    other_mean, near2 = _nearest_other(csr, centroids, radii, size, spread, owner)
     rest = np.maximum(size[owner] - 1, 1)
     own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
     larger = np.maximum(own_mean, other_mean)
@@ -295,7 +295,7 @@ def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) ->
 
 
 def _nearest_other(
-    csr: Csr, centroids: Centroids, size: I64, spread: F64, owner: I64
+    csr: Csr, centroids: Centroids, radii: Radii, size: I64, spread: F64, owner: I64
 ) -> tuple[F64, F64]:
     """Per row, over filled clusters other than its own: least mean squared distance to the members, and least
     squared distance to the centroid. Needs two filled clusters."""
@@ -311,21 +311,26 @@ def _nearest_other(
     def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
         block = csr.rows[rows].astype(np.float64)
-        block[weight == 0] = 0.0
+        left_out = weight == 0
+        if left_out.any():
+            block[left_out] = 0.0
         block *= weight[:, None]
         block -= total
-        row_norm2 = np.einsum("nd,nd->n", block, block)
         near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
+        own_norm2 = np.zeros(len(block))
         for low in range(0, len(filled), width):
             part = slice(low, low + width)
             tile = block @ doubled[part].T
             np.subtract(norm2[part], tile, out=tile)  # distance2 less the row's own norm2
             own = column[owner[rows]] - low
             inside = np.flatnonzero((own >= 0) & (own < tile.shape[1]))
+            own_norm2[inside] = tile[inside, own[inside]]
             tile[inside, own[inside]] = np.inf
             near = np.minimum(near, tile.min(axis=1))
             tile += spread[filled[part]]
             mean = np.minimum(mean, tile.min(axis=1))
+        # P3 has the distance to the own centroid: the row's norm2 is what its column lacks of that
+        row_norm2 = radii.radius2[rows] - own_norm2
         near_least[rows] = np.maximum(near + row_norm2, 0.0)
         mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
 
