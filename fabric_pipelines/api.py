@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -30,6 +30,7 @@ from fabric_pipelines import arguments
 from fabric_pipelines import settings as settings_module
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.credits import FRAME_BYTES_MAX
+from fabric_pipelines.broker.keeper import keeper_of
 from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.broker.roles import declared
@@ -50,6 +51,7 @@ ROWS_PER_BATCH = 8192  # a few MB of token ids: one journal frame, one bounded r
 TASK_BYTES_MAX = FRAME_BYTES_MAX - (64 << 10)  # room for the columns of one row beside it
 COUNT_MAX = arguments.UINT32_MAX  # as token ids and caps travel
 MAX_NEW_TOKENS = 128
+ANSWERED = "it answered before"
 GREEDY: Mapping[str, Any] = {"kind": "generate", "temperature": 0.0, "top_k": 1, "seed": 0}
 EMBED: Mapping[str, Any] = {"kind": "embed", "pooling": "mean", "normalise": True}
 
@@ -74,12 +76,17 @@ class Work:
         self,
         timeout_s: float | None = None,
         on_progress: Callable[[SubmissionState], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> SubmissionState:
-        """Until every task is retired (its result is durable) or dead. Nothing is lost by not waiting."""
+        """Until every task is retired (its result is durable) or dead; after `timeout_s` the state as it is. Nothing
+        is lost by not waiting. A broker that is away is waited for, as `Fabric` says."""
         timeout_s = arguments.seconds("timeout_s", timeout_s)
         arguments.callback("on_progress", on_progress)
-        with self.fabric.connect("producer") as client:
-            return client.wait(self.id, timeout_s=timeout_s, on_progress=on_progress)
+        patience = self.fabric.patience(arguments.callback("on_wait", on_wait))
+        with self.fabric.answering() as client:
+            return client.wait(
+                self.id, timeout_s=timeout_s, on_progress=on_progress, patience=patience
+            )
 
     def results(self) -> pa.Table:
         """One row a retired task, in source order; rows are there as they land, before the end as well."""
@@ -90,19 +97,42 @@ class Work:
 
 
 class Fabric:
-    """Holds settings and no connection: every call opens what it needs and closes it."""
+    """Holds settings and no connection: every call opens what it needs and closes it.
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    A broker that is full is waited for, up to `room_wait_s` of the settings, and so is one that is away if it answered
+    this Fabric before or a supervisor (`fabric up`) of the home starts it again; where nothing runs at all the call
+    fails at once. `on_wait` gets a line before each wait."""
+
+    def __init__(
+        self, settings: Settings | None = None, *, on_wait: Callable[[str], None] | None = None
+    ) -> None:
         if settings is not None and not isinstance(settings, Settings):
             raise arguments.wrong(
                 "settings", settings, "Settings, see fabric_pipelines.settings.load"
             )
         self.settings = settings_module.load() if settings is None else settings
+        self._on_wait = arguments.callback("on_wait", on_wait)
+        self._answered = False
 
     def connect(self, role: str) -> BrokerClient:
         """A client of the broker, which the caller closes. WrongRole for a role that does not exist."""
         declared(role)
         return BrokerClient.of(self.settings, role=role)
+
+    def patience(self, on_wait: Callable[[str], None] | None = None) -> Patience:
+        """How long one call waits for its broker."""
+        say = self._on_wait if on_wait is None else on_wait
+        return Patience(self.settings.room_wait_s, say, keeper=self._keeper)
+
+    def _keeper(self) -> str:
+        return keeper_of(self.settings) or (ANSWERED if self._answered else "")
+
+    @contextmanager
+    def answering(self) -> Iterator[BrokerClient]:
+        """A producer's client for a call that, once it succeeds, shows that there is a broker."""
+        with self.connect("producer") as client:
+            yield client
+            self._answered = True
 
     def submit(
         self,
@@ -121,8 +151,8 @@ class Fabric:
         wait: bool = False,
         on_wait: Callable[[str], None] | None = None,
     ) -> Work:
-        """Make the work durable in the broker and return; with `wait` once all of it is settled. A broker that is
-        full or away is waited for, up to `room_wait_s` of the settings; `on_wait` gets a line before each wait.
+        """Make the work durable in the broker and return; with `wait` once all of it is settled. `on_wait` in place of
+        the one that this Fabric was made with.
 
         function: where results go: "generate", "embed", "hidden_states", or any name of your own
         engine: "model@runtime"; its part before "@" names the tokeniser of `texts`
@@ -130,7 +160,10 @@ class Fabric:
         sampling: see records/shape.py; greedy decoding or mean-pooled unit vectors when left out
         max_new_tokens: cap of each output, one number or one a task; generation only
         source_rows: your own row numbers, 0.. when left out; metadata: opaque bytes; both come back
-        Raises UsageError, ModelMissing, MissingDependency, BrokerUnavailable, Backpressure.
+        Raises UsageError, ModelMissing, MissingDependency, BrokerUnavailable, Backpressure, StorageFailed. Before the
+        broker is asked nothing was submitted; an error that comes later, in the middle of a large submission, leaves
+        behind what was accepted so far, and that runs: `accepted_tasks` of `submission_tasks`. The same call once
+        more sends the rest.
         """
         function = arguments.name("function", function)
         salt = arguments.free_text("salt", salt)
@@ -165,12 +198,11 @@ class Fabric:
             tenant=self.settings.tenant,
             labels=tags,
         )
-        with self.connect("producer") as client:
-            patience = Patience(self.settings.room_wait_s, on_wait)
-            client.submit(header, batches, patience=patience)
+        with self.answering() as client:
+            client.submit(header, batches, patience=self.patience(on_wait))
         work = Work(self, header.submission_id, function, engine, count, token_count)
         if wait:
-            work.wait()
+            work.wait(on_wait=on_wait)
         return work
 
     def submission(self, submission_id: str) -> Work:
@@ -185,8 +217,8 @@ class Fabric:
         if not is_submission_id(submission_id):
             wanted = "the 64 hex digits that submit returned as `id`"
             raise arguments.wrong("submission_id", submission_id, wanted)
-        with self.connect("producer") as client:
-            state = client.submission(submission_id)
+        with self.answering() as client:
+            state = client.submission(submission_id, patience=self.patience())
         if state is None:
             raise UsageError(
                 f"the broker knows no submission {submission_id[:12]}: `fabric status` tells what it holds"

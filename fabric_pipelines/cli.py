@@ -287,8 +287,8 @@ def submit(
     from fabric_pipelines.api import Fabric, read_prompts
 
     prompts = read_prompts(file)
-    work = Fabric(_settings(ctx)).submit(
-        on_wait=lambda line: typer.echo(line, err=True),
+    fabric = Fabric(_settings(ctx), on_wait=lambda line: typer.echo(line, err=True))
+    work = fabric.submit(
         function=function,
         engine=engine,
         sampling=_json_option("--sampling", sampling),
@@ -304,7 +304,8 @@ def submit(
             state = work.wait(
                 on_progress=lambda seen: board.advance_to(
                     function, work.tokens if seen.finished else seen.retired_tokens
-                )
+                ),
+                on_wait=board.say,
             )
     _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
@@ -316,7 +317,7 @@ def _json_option(name: str, text: str | None) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"{name} is not JSON: {fault}") from fault
     if not isinstance(value, dict):
         raise UsageError(f'{name} must be a JSON object, for example {{"kind": "generate"}}')

@@ -29,6 +29,9 @@ PLAIN_PATH = re.compile(
 
 CONNINFO_PASSWORD = re.compile(r"(\bpassword\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)")
 PREFIX = "FABRIC_"
+SUPERVISOR_LOCK = (
+    "supervisor.lock"  # in runtime_dir; held as long as a supervisor of the home lives
+)
 BYTES_MAX = 1 << 62
 PAGE_BYTES = 4096  # a segment's file counts in these
 DAY_MS = 24 * 3600 * 1000

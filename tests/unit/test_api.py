@@ -342,6 +342,7 @@ NO_PATHS = (5, None, True, b"x.csv", ["x"], "", "a\0b")
 NO_IDS = ("", 5, None, True, b"a" * 64, "a" * 63, "A" * 64, LONE, ["a" * 64])
 WRONG_CALLS: list[tuple[str, Any, tuple[Any, ...], str]] = [
     ("Fabric", lambda _, x: Fabric(x), (5, "home", {}, True), "settings is "),
+    ("Fabric", lambda f, x: Fabric(f.settings, on_wait=x), (5, "print", True), "on_wait is "),
     ("submission", lambda f, x: f.submission(x), NO_IDS, "submission_id is "),
     ("progress", lambda f, x: f.progress(x), NO_IDS, "submission_id is "),
     ("results", lambda f, x: f.results(x), NO_NAMES, "what is "),
@@ -351,6 +352,7 @@ WRONG_CALLS: list[tuple[str, Any, tuple[Any, ...], str]] = [
         for name, wrong in {
             "timeout_s": (-1, NAN, "5", True, [], b"5"),
             "on_progress": (5, "print", True, []),
+            "on_wait": (5, "print", True, []),
         }.items()
     ),
     ("read_prompts", lambda _, x: read_prompts(x), NO_PATHS, "path is "),
