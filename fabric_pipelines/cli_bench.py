@@ -94,8 +94,9 @@ def bench_landing(
     rows: Annotated[int, typer.Option(min=5_000, help="Rows a round.")] = 40_000,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 3,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of each mode of the governor's part, a round.")
-    ] = 8.0,
+        float, typer.Option(min=1, help="Of each kind of bulk, in a run of the governor's part.")
+    ] = 16.0,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of the governor's part.")] = 5,
     part: Annotated[
         list[str] | None,
         typer.Option(help="ways, prices or governor; may be given more than once."),
@@ -107,7 +108,7 @@ def bench_landing(
     from fabric_pipelines.bench.landing.measure import PARTS, Options, measure, table
 
     CTRL_C.begin()
-    options = Options(rows, rounds, seconds, tuple(part or PARTS))
+    options = Options(rows, rounds, runs, seconds, tuple(part or PARTS))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
 

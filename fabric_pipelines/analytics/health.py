@@ -1,8 +1,8 @@
 """Measure the health of every cluster of a store: the passes in order, then the metrics over what they left.
 
-Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Two passes
-that see the same quantity independently must agree (sum of |x|^2 = W + n |mean|^2); where they do not, every
-value built on them is CORRUPT, which is how a kernel that drops dimensions shows itself.
+Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Passes that see the
+same quantity independently must agree (analytics.invariants); where they do not, every value built on them is CORRUPT,
+which is how a kernel that drops dimensions shows itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fabric_pipelines.analytics import passes, plan
-from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, Csr
+from fabric_pipelines.analytics.csr import F32, I64, Bool, Csr
 from fabric_pipelines.analytics.gauss_sums import gauss
+from fabric_pipelines.analytics.invariants import contradictions
 from fabric_pipelines.analytics.knn_graph import graph
 from fabric_pipelines.analytics.metrics import METRICS
 from fabric_pipelines.analytics.neighbours import neighbours
@@ -35,7 +36,6 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
-AGREEMENT = 1e-9  # relative; float64 sums of 2^31 rows stay 1,000 times below it
 SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
-    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other."""
+    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
+    disagreements: the same by the two passes."""
 
     metric: Metric
     dim: int
@@ -55,6 +56,7 @@ class HealthTable:
     pass_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
+    disagreements: Mapping[str, I64]
 
     @property
     def clusters(self) -> int:
@@ -96,6 +98,7 @@ class HealthTable:
             "pass_bytes": dict(self.pass_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
+            "disagreements": {pair: at.tolist() for pair, at in self.disagreements.items()},
         }
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
@@ -196,7 +199,10 @@ def _measure(
     seconds: dict[str, float],
 ) -> HealthTable:
     facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
-    broken = _contradictions(facts)
+    disagreements = contradictions(facts)
+    broken = np.zeros(csr.clusters, dtype=np.bool_)
+    for clusters in disagreements.values():
+        broken[clusters] = True
     readings = {}
     for spec in asked:
         if spec.pass_name in seconds:
@@ -216,6 +222,7 @@ def _measure(
         pass_bytes=drawn.workspace_bytes,
         backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
         breaches=np.flatnonzero(broken).astype(np.int64),
+        disagreements=disagreements,
     )
 
 
@@ -287,14 +294,6 @@ def _unknown(facts: Facts, why: Status) -> Reading:
     undefined = why is Status.U_CONTEXT
     status = np.where((size == 0) & undefined, Status.U_SIZE, why).astype(np.uint8)
     return Reading(np.full(len(size), np.nan), status)
-
-
-def _contradictions(facts: Facts) -> Bool:
-    """Where P1 disagrees with P2 and P3 about the sum of |x|^2 (in a cosine store: about n)."""
-    mean = facts.centroids.mean
-    seen = facts.size if facts.cosine else facts.admission.norm2_sum
-    rebuilt: F64 = facts.radii.within + facts.size * np.einsum("kd,kd->k", mean, mean)
-    return ~(np.abs(seen - rebuilt) <= AGREEMENT * np.maximum(seen, rebuilt))
 
 
 def _distrust(reading: Reading, broken: Bool) -> Reading:
