@@ -38,7 +38,7 @@ from fabric_pipelines.errors import (
     storage_failed,
 )
 from fabric_pipelines.interrupts import CTRL_C
-from fabric_pipelines.screen import plain
+from fabric_pipelines.screen import pairs, plain
 
 if TYPE_CHECKING:
     from fabric_pipelines.telemetry import ProgressBoard
@@ -290,8 +290,8 @@ def submit(
     from fabric_pipelines.api import Fabric, read_prompts
 
     prompts = read_prompts(file)
-    work = Fabric(_settings(ctx)).submit(
-        on_wait=lambda line: typer.echo(line, err=True),
+    fabric = Fabric(_settings(ctx), on_wait=lambda line: typer.echo(line, err=True))
+    work = fabric.submit(
         function=function,
         engine=engine,
         sampling=_json_option("--sampling", sampling),
@@ -307,7 +307,8 @@ def submit(
             state = work.wait(
                 on_progress=lambda seen: board.advance_to(
                     function, work.tokens if seen.finished else seen.retired_tokens
-                )
+                ),
+                on_wait=board.say,
             )
     _emit({"submission_id": work.id, **plain(state)}, as_json)
     if state.dead:
@@ -319,7 +320,7 @@ def _json_option(name: str, text: str | None) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"{name} is not JSON: {fault}") from fault
     if not isinstance(value, dict):
         raise UsageError(f'{name} must be a JSON object, for example {{"kind": "generate"}}')
@@ -431,14 +432,16 @@ def config_show(ctx: typer.Context, as_json: Json = False) -> None:
     """Every setting, its value and which source won."""
     settings = _settings(ctx)
     rows = settings.described()
-    # a value may be a path to copy, so it is not cut: one setting a line, what it means in docs
+    if as_json:
+        _emit({"home": settings.home, "settings": rows}, as_json)
+        return
+    # the names as they are typed, and values uncut, since they may be copied: what they mean stands in the docs
     shown = {
-        row[
-            "name"
-        ]: f"{row['value'] or '-'}{'' if row['origin'] == 'default' else GIVEN.format(row['origin'])}"
+        row["name"]: (row["value"] or "-")
+        + ("" if row["origin"] == "default" else GIVEN.format(row["origin"]))
         for row in rows
     }
-    _emit({"home": settings.home, "settings": rows}, as_json, shown=shown)
+    sys.stdout.write("\n".join(pairs(shown)) + "\n")
 
 
 @kernels_app.command("list")

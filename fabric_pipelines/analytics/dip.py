@@ -13,6 +13,7 @@ from fabric_pipelines.analytics.csr import F64, I64
 
 # Striking at once halves random points a round; where it strikes few of many, a stack ends sooner.
 SLOW_FROM, SLOW_SHARE = 32, 0.9
+FEW = 64  # points that a stack sorts out sooner than the first array step is called
 
 
 def dip(values: F64) -> float:
@@ -40,6 +41,8 @@ def dip(values: F64) -> float:
 def _hull(values: F64, low: int, high: int, *, convex: bool) -> I64:
     """Vertices of the greatest convex minorant (or least concave majorant) of rank over value, rising."""
     at = np.arange(low, high + 1)
+    if len(at) <= FEW:
+        return _hull_one_by_one(values, at, convex=convex)
     while len(at) > 2:
         step, rise = np.diff(values[at]), np.diff(at)
         before, after = rise[:-1] * step[1:], rise[1:] * step[:-1]

@@ -1,13 +1,13 @@
 """Measure the health of every cluster of a store: the passes in order, then the metrics over what they left.
 
-Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Two passes
-that see the same quantity independently must agree (sum of |x|^2 = W + n |mean|^2); where they do not, every
-value built on them is CORRUPT, which is how a kernel that drops dimensions shows itself.
+Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Passes that see the
+same quantity independently must agree (analytics.invariants); where they do not, every value built on them is CORRUPT,
+which is how a kernel that drops dimensions shows itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fabric_pipelines.analytics import passes, plan
-from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, Csr
+from fabric_pipelines.analytics.csr import F32, I64, Bool, Csr
 from fabric_pipelines.analytics.gauss_sums import gauss
+from fabric_pipelines.analytics.invariants import contradictions
 from fabric_pipelines.analytics.knn_graph import graph
 from fabric_pipelines.analytics.metrics import METRICS
 from fabric_pipelines.analytics.neighbours import neighbours
 from fabric_pipelines.analytics.plan import WORKSPACE_BYTES, Plan
-from fabric_pipelines.analytics.readings import Facts, Reading, Reference, Status
+from fabric_pipelines.analytics.readings import Facts, MetricSpec, Reading, Reference, Status
 from fabric_pipelines.analytics.robust import robust
 from fabric_pipelines.analytics.spectrum import spectrum
 from fabric_pipelines.analytics.stacks import Members
@@ -35,7 +36,6 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
-AGREEMENT = 1e-9  # relative; float64 sums of 2^31 rows stay 1,000 times below it
 SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
-    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other."""
+    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
+    disagreements: the same by the two passes."""
 
     metric: Metric
     dim: int
@@ -55,6 +56,7 @@ class HealthTable:
     pass_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
+    disagreements: Mapping[str, I64]
 
     @property
     def clusters(self) -> int:
@@ -96,6 +98,7 @@ class HealthTable:
             "pass_bytes": dict(self.pass_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
+            "disagreements": {pair: at.tolist() for pair, at in self.disagreements.items()},
         }
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
@@ -136,27 +139,42 @@ def measure(
     min_norm: float = MIN_NORM,
     budget_flop: float | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
+    only: Collection[str] | None = None,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
     the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
-    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
+    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
+    metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
     """
     if metric not in ("cosine", "l2"):
         raise UsageError(f"metric {metric!r} is unknown; it must be 'cosine' or 'l2'")
+    asked = _asked(only)
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
-    drawn = plan.draw(csr, budget_flop=budget_flop, workspace_bytes=workspace_bytes)
+    drawn = plan.draw(
+        csr,
+        wanted={spec.pass_name for spec in asked},
+        budget_flop=budget_flop,
+        workspace_bytes=workspace_bytes,
+    )
     with timed() as opening:
         sweeps = _sweeps(backend, csr)
     try:
         seconds = {"open": opening["seconds"]}
-        return _measure(csr, sweeps, metric, reference, min_norm, drawn, seconds)
+        return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
     finally:
         sweeps.close()
+
+
+def _asked(only: Collection[str] | None) -> list[MetricSpec]:
+    unknown = sorted(set(only or ()) - set(METRICS))
+    if unknown:
+        raise UsageError(f"metric {unknown[0]!r} is unknown; docs/analytics.md lists all")
+    return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
 def _sweeps(backend: str, csr: Csr) -> Sweeps:
@@ -177,18 +195,22 @@ def _measure(
     reference: Reference | None,
     min_norm: float,
     drawn: Plan,
+    asked: Sequence[MetricSpec],
     seconds: dict[str, float],
 ) -> HealthTable:
     facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
-    broken = _contradictions(facts)
+    disagreements = contradictions(facts)
+    broken = np.zeros(csr.clusters, dtype=np.bool_)
+    for clusters in disagreements.values():
+        broken[clusters] = True
     readings = {}
-    for name, spec in METRICS.items():
+    for spec in asked:
         if spec.pass_name in seconds:
             reading = spec.read(facts)
         else:
             skipped = spec.pass_name not in drawn.allowed
             reading = _unknown(facts, Status.SKIPPED_BUDGET if skipped else Status.U_CONTEXT)
-        readings[name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
+        readings[spec.name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
     return HealthTable(
         metric=metric,
         dim=csr.dim,
@@ -200,6 +222,7 @@ def _measure(
         pass_bytes=drawn.workspace_bytes,
         backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
         breaches=np.flatnonzero(broken).astype(np.int64),
+        disagreements=disagreements,
     )
 
 
@@ -271,14 +294,6 @@ def _unknown(facts: Facts, why: Status) -> Reading:
     undefined = why is Status.U_CONTEXT
     status = np.where((size == 0) & undefined, Status.U_SIZE, why).astype(np.uint8)
     return Reading(np.full(len(size), np.nan), status)
-
-
-def _contradictions(facts: Facts) -> Bool:
-    """Where P1 disagrees with P2 and P3 about the sum of |x|^2 (in a cosine store: about n)."""
-    mean = facts.centroids.mean
-    seen = facts.size if facts.cosine else facts.admission.norm2_sum
-    rebuilt: F64 = facts.radii.within + facts.size * np.einsum("kd,kd->k", mean, mean)
-    return ~(np.abs(seen - rebuilt) <= AGREEMENT * np.maximum(seen, rebuilt))
 
 
 def _distrust(reading: Reading, broken: Bool) -> Reading:

@@ -29,13 +29,13 @@ Rows = npt.NDArray[Any]  # int32 where the row numbers fit, else int64
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """P9. Per cluster, NaN below two rows: sum of distances and of their squares over ordered pairs, greatest
-    distance; mean and deviation of the distance to the nearest; its TwoNN dimension, NaN without one; median
+    """P9. Per cluster, NaN below two rows: sum of distances over ordered pairs, greatest distance; imbalance, the
+    greatest relative error over rows of sum_j |x_i - x_j|^2 = n r_i^2 + W; mean and deviation of the distance to the nearest; its TwoNN dimension, NaN without one; median
     distance to the neighbour min(10, n - 1). Per row, over min(20, n - 1) nearest others by (distance, id): row
     numbers [N, k] (-1 beyond the end) and distances f64 [N, k] (NaN there)."""
 
     distance_sum: F64
-    distance2_sum: F64
+    imbalance: F64
     diameter: F64
     nearest_mean: F64
     nearest_deviation: F64
@@ -51,7 +51,7 @@ def neighbours(csr: Csr, members: Members, radius2: F64, copy_of: I64) -> Neighb
     kind = np.int32 if len(csr.rows) <= np.iinfo(np.int32).max else np.int64
     out = Neighbours(
         distance_sum=unknown(csr.clusters),
-        distance2_sum=unknown(csr.clusters),
+        imbalance=unknown(csr.clusters),
         diameter=unknown(csr.clusters),
         nearest_mean=unknown(csr.clusters),
         nearest_deviation=unknown(csr.clusters),
@@ -77,14 +77,15 @@ def flop(size: F64, dim: int) -> float:
 def _search(stack: Stack, radius2: F64, copy_of: I64, out: Neighbours) -> None:
     groups, count = len(stack.clusters), stack.count
     k = min(LOF_NEIGHBOURS, count - 1)
-    total, total2, greatest2 = np.zeros((3, groups))
+    total, greatest2 = np.zeros((2, groups))
+    row_sum = np.zeros((groups, count))
     best = _Nearest(groups, 0, k)
     for tile in tiles(stack, radius2, copy_of):
         rows = tile.rows
         if tile.columns.start == 0:
             best = _Nearest(groups, rows.stop - rows.start, k)
         distance2 = tile.distance2
-        total2 += distance2.sum(axis=(1, 2))
+        row_sum[:, rows] += distance2.sum(axis=2)
         total += np.sqrt(distance2).sum(axis=(1, 2))
         np.maximum(greatest2, distance2.max(axis=(1, 2)), out=greatest2)
         here, there = tile.diagonal
@@ -97,8 +98,18 @@ def _search(stack: Stack, radius2: F64, copy_of: I64, out: Neighbours) -> None:
                 stack.places, place.reshape(groups, -1), axis=1
             ).reshape(place.shape)
             out.distance[at, :k] = distance
-    out.distance_sum[stack.clusters], out.distance2_sum[stack.clusters] = total, total2
+    out.distance_sum[stack.clusters] = total
+    out.imbalance[stack.clusters] = _imbalance(row_sum, radius2[stack.places])
     out.diameter[stack.clusters] = np.sqrt(greatest2)
+
+
+def _imbalance(row_sum: F64, norm2: F64) -> F64:
+    """Of centred rows [g, n]: each row's squared distances have a known sum, whatever the products did."""
+    known = norm2.shape[1] * norm2 + norm2.sum(axis=1, keepdims=True)
+    error = np.abs(row_sum - known)
+    relative = np.divide(error, known, out=np.zeros_like(error), where=known > 0)
+    worst: F64 = relative.max(axis=1)
+    return worst
 
 
 def _summarise(csr: Csr, size: I64, out: Neighbours) -> None:

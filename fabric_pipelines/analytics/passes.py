@@ -27,6 +27,7 @@ from fabric_pipelines.analytics.csr import (
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps
+from fabric_pipelines.analytics.threads import run_side_by_side
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
 COINCIDENT = 1e-12
@@ -305,7 +306,8 @@ def _nearest_other(
     column[filled] = np.arange(len(filled))
     width = min(len(filled), 1024)
     mean_least, near_least = np.empty(len(csr.rows)), np.empty(len(csr.rows))
-    for rows in csr.blocks(max(width, csr.dim), TILE_VALUES):
+
+    def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
         block = csr.rows[rows].astype(np.float64)
         block[weight == 0] = 0.0
@@ -325,4 +327,6 @@ def _nearest_other(
             mean = np.minimum(mean, tile.min(axis=1))
         near_least[rows] = np.maximum(near + row_norm2, 0.0)
         mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
+
+    run_side_by_side(measure, csr.blocks(max(width, csr.dim), TILE_VALUES))
     return mean_least, near_least

@@ -6,7 +6,7 @@ any that needs it: there are no half measurements and no samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ from fabric_pipelines.analytics import (
 )
 from fabric_pipelines.analytics.csr import Csr
 from fabric_pipelines.analytics.pair_tiles import BLOCK_VALUES
-from fabric_pipelines.analytics.stacks import HELD_VALUES, STACK_VALUES, workers
+from fabric_pipelines.analytics.stacks import HELD_VALUES, STACK_VALUES
+from fabric_pipelines.analytics.threads import workers
 
 # The spectrum at d = 16,384 with as many rows or more takes 8.2 GiB; everything else stays far below.
 WORKSPACE_BYTES = 9 << 30
@@ -70,13 +71,20 @@ ALWAYS = frozenset(
 )  # every other pass and the status of every metric rest on these
 
 
-def draw(csr: Csr, *, budget_flop: float | None, workspace_bytes: int) -> Plan:
+def draw(
+    csr: Csr, *, wanted: Iterable[str], budget_flop: float | None, workspace_bytes: int
+) -> Plan:
+    """`wanted`: the passes whose metrics are asked for; those that they need come along."""
     flop, needed = _flop(csr), _workspace(csr)
+    asked = set(wanted)
+    for name, each in reversed(list(PASSES.items())):
+        if name in asked:
+            asked.update(each.needs)
     allowed: set[str] = set()
     for name, each in PASSES.items():
         cheap = budget_flop is None or flop[name] <= budget_flop
         fits = cheap and needed[name] <= workspace_bytes
-        if name in ALWAYS or (fits and allowed.issuperset(each.needs)):
+        if name in ALWAYS or (name in asked and fits and allowed.issuperset(each.needs)):
             allowed.add(name)
     return Plan(flop, needed, frozenset(allowed))
 

@@ -20,11 +20,12 @@ AXIS_RESIDUAL = 1e-7  # |Gv - lv| / l above which the axis is taken from a full 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """P6. Per cluster, NaN where none was asked: trace and largest eigenvalue of the covariance, entropy of
-    its spectrum (nats); entropy and sum of squares of the spectrum of the directions; coding rate, uncentred
+    """P6. Per cluster, NaN where none was asked: trace, sum of eigenvalues and largest eigenvalue of the
+    covariance, entropy of its spectrum (nats); entropy and sum of squares of the spectrum of the directions; coding rate, uncentred
     and centred (nats). Per row: upper, whether it lies on the positive side of the first axis."""
 
     trace: F64
+    total: F64
     largest: F64
     entropy: F64
     direction_entropy: F64
@@ -38,6 +39,7 @@ def spectrum(csr: Csr, members: Members, norm: F64, *, cosine: bool) -> Spectrum
     """norm f64 [N]: length of each row as stored."""
     out = Spectrum(
         trace=unknown(csr.clusters),
+        total=unknown(csr.clusters),
         largest=unknown(csr.clusters),
         entropy=unknown(csr.clusters),
         direction_entropy=unknown(csr.clusters),
@@ -72,7 +74,7 @@ def _measure(stack: Stack, inverse: F64, out: Spectrum, *, cosine: bool) -> None
     wide = count < dim  # the n x n form
     centred = _moment(stack, wide=wide)
     values = _eigenvalues(centred)
-    out.trace[at] = np.einsum("gii->g", centred)
+    out.trace[at], out.total[at] = np.einsum("gii->g", centred), values.sum(axis=1)
     out.largest[at], out.entropy[at] = values[:, -1], _entropy(values)
     growth = dim / CODING_ERROR**2
     out.coding_rate_centred[at] = 0.5 * np.log1p(growth * values).sum(axis=1)

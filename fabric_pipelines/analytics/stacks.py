@@ -4,28 +4,23 @@ A pass that works inside clusters takes stacks [g, n, d]. Many small clusters sh
 share of memory; a cluster too large for one is a stack of its own, read in blocks of rows. Rows stand in the order
 of their ids, so a tie that goes to the lower place goes to the lower id, however the rows are stored.
 
-Stacks run side by side, each with one thread of the linear algebra library: its own threads wait for each other
-more than they compute at matrices of a few hundred. A cluster too large to keep has the library's threads for itself.
+Stacks run side by side; a cluster too large to keep has the machine for itself.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr
+from fabric_pipelines.analytics.threads import run_side_by_side
 
 STACK_VALUES = 1 << 20  # float64 values of one array of a stack, 8 MiB: the last-level cache
 HELD_VALUES = (
     1 << 24
 )  # a stack below this is converted once and kept, 128 MiB; above, at every sweep
-
-WORKERS_MAX = 8  # memory of stacks is theirs times this
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class Members:
         order = order[np.searchsorted(self.size[order], least) :]
         counts, repeats = np.unique(self.size[order], return_counts=True)
         stops = np.cumsum(repeats)
-        side_by_side: list[tuple[I64, int]] = []
+        small: list[tuple[I64, int]] = []
         alone: list[tuple[I64, int]] = []
         # the largest first, or one thread ends with it while the others wait
         for count, start, stop in zip(
@@ -64,17 +59,11 @@ class Members:
             kept = int(count) * self.csr.dim <= HELD_VALUES
             for low in range(start, stop, step):
                 part = (order[low : min(low + step, stop)], int(count))
-                (side_by_side if kept else alone).append(part)
+                (small if kept else alone).append(part)
         for clusters, count in alone:
             work(Stack(self, clusters, count))
-        with threadpool_limits(1), ThreadPoolExecutor(workers()) as pool:
-            # the stack is made where it is used and goes with it
-            list(pool.map(lambda part: work(Stack(self, *part)), side_by_side))
-
-
-def workers() -> int:
-    """Stacks that run side by side; each may keep HELD_VALUES."""
-    return min(WORKERS_MAX, len(os.sched_getaffinity(0)))
+        # the stack is made where it is used and goes with it
+        run_side_by_side(lambda part: work(Stack(self, *part)), small)
 
 
 class Stack:

@@ -58,7 +58,9 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
 
     decode, lake = Decoder(settings.models), Lake.of(settings)
     # two for bulk, of which the governor may use one or both, and one for what must not wait
-    target, *more = (Writer(database, decode=decode, lake=lake) for _ in range(3))
+    target, *more = (
+        Writer(database, decode=decode, lake=lake, elastic=bulk) for bulk in (True, True, False)
+    )
     return Receiver(
         open_source=lambda: BrokerClient.of(settings, role="completion"),
         target=target,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fabric_pipelines.errors import StorageFailed
-from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.settings import SUPERVISOR_LOCK, Settings, make_runtime_folder
 
 MARK_NAME = "FABRIC_SUPERVISED"
 STARTER_NAME = (
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def lock_path(self) -> Path:
-        return self.runtime_dir / "supervisor.lock"
+        return self.runtime_dir / SUPERVISOR_LOCK
 
     @property
     def state_path(self) -> Path:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.errors import EngineFailed, UsageError
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.device_lock import device_kind
@@ -231,7 +231,11 @@ def kept_profile(engine: Engine, cache: Path, device: str) -> Profile | None:
     path = _place(cache, engine.name, device)
     if not path.exists():
         return None
-    found = json.loads(path.read_bytes())
-    if (found["fingerprint"], found["hardware"]) != (engine.fingerprint, hardware(device)):
-        return None
-    return Profile(**found["profile"])
+    try:
+        found = json.loads(path.read_bytes())
+        same = (found["fingerprint"], found["hardware"]) == (engine.fingerprint, hardware(device))
+        return Profile(**found["profile"]) if same else None
+    except (ValueError, KeyError, TypeError) as fault:
+        raise UsageError(
+            f"the profile kept in {path} is damaged ({fault}): run `fabric engine probe {engine.name}` again"
+        ) from fault

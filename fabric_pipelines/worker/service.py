@@ -102,9 +102,9 @@ def run_worker(
     require_manifest(engine, device)
     make_runtime_folder(settings.runtime_dir)
     with (
-        DeviceLock(device, engine.name, settings.runtime_dir),
+        DeviceLock(device, engine.name, settings.runtime_dir) as lock,
         _opened(engine, settings, device),
-        BrokerClient.of(settings, role="consumer") as client,
+        BrokerClient.of(settings, role="consumer", place=lock.place) as client,
         Waits(settings.waits_dir, f"{engine.name} on {device}", say=LOG.warning) as waits,
     ):
         stop = threading.Event()

@@ -1,13 +1,17 @@
 """What lies inside a cluster: edges, blocks, budgets, and signals in one dimension alone."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 
 from fabric_pipelines.analytics import pair_tiles, stacks
 from fabric_pipelines.analytics.csr import Csr, group
 from fabric_pipelines.analytics.health import METRICS, Status
 from fabric_pipelines.analytics.metrics_within import WITHIN
 from fabric_pipelines.analytics.plan import PASSES
+from fabric_pipelines.errors import UsageError
 from tests.unit.analytics.edges import store, table, value
 
 INSIDE = [spec.name for spec in WITHIN]
@@ -182,3 +186,26 @@ def test_a_million_rows_in_one_store_of_tiny_clusters_need_no_loop_over_them(
     found = table(Csr(rows, indptr, np.arange(20_000)))
     assert (found.readings["mean_pairwise_distance"].status == Status.OK).all()
     assert len(made) <= 5 * 4  # five passes, a few stacks each, for 4,000 clusters
+
+
+def test_only_the_passes_that_the_metrics_asked_for_need_are_run() -> None:
+    csr = store(5, [9, 40])
+    whole, part = table(csr), table(csr, only=["dip", "silhouette"])
+    assert list(part.readings) == ["silhouette", "dip"]
+    assert set(part.pass_seconds) == {"open", "P1", "P2", "P3", "P6", "P8", "P12"}
+    for name, reading in part.readings.items():
+        np.testing.assert_array_equal(reading.value, whole.readings[name].value)
+    with pytest.raises(UsageError, match="metric 'dap' is unknown"):
+        table(csr, only=["dap"])
+
+
+def test_measuring_leaves_the_threads_of_the_library_as_they_were() -> None:
+    def blas() -> list[int]:
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    csr, before = store(5, [9, 40]), blas()
+    assert before
+    with ThreadPoolExecutor(4) as pool:
+        sizes = [found.clusters for found in pool.map(lambda _: table(csr), range(8))]
+    assert sizes == [2] * 8
+    assert blas() == before

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.errors import EngineFailed, UsageError
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
@@ -111,6 +111,16 @@ def test_a_profile_is_kept_for_this_engine_on_this_hardware_only(
     assert kept_profile(engine, tmp_path, "cpu:0") is None
     keep(replace(found, fingerprint="f" * 64), tmp_path)
     assert kept_profile(engine, tmp_path, "cpu:0") is None
+
+
+def test_a_damaged_profile_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    engine = costed(lambda tokens: 1e-5 + tokens * 1e-5)
+    path = keep(probed(engine), tmp_path)
+    told = json.loads(path.read_text())
+    for content in ("{", "[]", json.dumps({**told, "profile": {"max_batch_size": 1}})):
+        path.write_text(content)
+        with pytest.raises(UsageError, match="run `fabric engine probe scripted@scripted` again"):
+            kept_profile(engine, tmp_path, "cpu:0")
 
 
 def test_hardware_names_the_processor_or_the_card(
