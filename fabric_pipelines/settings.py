@@ -226,6 +226,10 @@ class Settings:
         return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}-{mark}"
 
     @property
+    def waits_dir(self) -> Path:
+        return self.runtime_dir / "waits"
+
+    @property
     def journal_dir(self) -> Path:
         return self.home / "journal"
 
