@@ -41,7 +41,7 @@ from fabric_pipelines.records.shape import KINDS, require_function, sampling_kin
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.settings import Settings
-from fabric_pipelines.worker.engines.registry import EngineSpec, engine_spec
+from fabric_pipelines.worker.engines.registry import EngineSpec, spec_of
 from fabric_pipelines.worker.engines.sampling import pass_fields_objection, sampling_objection
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Fabric:
         wait, chat = arguments.flag("wait", wait), arguments.flag("chat", chat)
         arguments.callback("on_wait", on_wait)
         tags = arguments.labels(labels)
-        spec = engine_spec(arguments.name("engine", engine))
+        spec = spec_of(arguments.name("engine", engine), self.settings.models)
         sampling = _sampling(spec, sampling)
         kind = sampling_kind(sampling)
         require_function(function, kind)
@@ -503,7 +503,11 @@ def _sampling(spec: EngineSpec, asked: Mapping[str, Any] | None) -> Mapping[str,
             f"engine {spec.name} does not do {kind!r}; it does {', '.join(sorted(spec.kinds))}"
         )
     generates = kind == "generate"
-    why = sampling_objection(chosen) if generates else pass_fields_objection(chosen, spec.layers)
+    why = (
+        sampling_objection(chosen, spec.generate_keys)
+        if generates
+        else pass_fields_objection(chosen, spec.layers)
+    )
     if why is not None:
         raise UsageError(f"engine {spec.name} would refuse this sampling: {why}")
     return chosen
