@@ -9,7 +9,8 @@
 
 Text is tokenised here, in bulk; the broker takes token ids only. The same content submitted twice is the same
 submission (its id is a digest of what is asked for), so a script may simply be run again; `salt` asks for a
-deliberate recomputation. Every failure is a member of errors.FabricError and names its remedy.
+deliberate recomputation. Every failure is a member of errors.FabricError and names its remedy; an argument that
+cannot be right is told by name, row and value (arguments.py) before anything is sent.
 """
 
 from __future__ import annotations
@@ -17,32 +18,40 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from fabric_pipelines import arguments
 from fabric_pipelines import settings as settings_module
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.credits import FRAME_BYTES_MAX
+from fabric_pipelines.broker.keeper import keeper_of
 from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import SubmissionState
+from fabric_pipelines.broker.roles import declared
 from fabric_pipelines.errors import StorageFailed, UsageError
 from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.ids import submission_id as submission_id_of
-from fabric_pipelines.records.shape import require_function, sampling_kind
+from fabric_pipelines.records.shape import KINDS, require_function, sampling_kind
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.settings import Settings
-from fabric_pipelines.worker.engines.registry import EngineSpec, engine_spec
+from fabric_pipelines.worker.engines.registry import EngineSpec, spec_of
+from fabric_pipelines.worker.engines.sampling import pass_fields_objection, sampling_objection
 
 if TYPE_CHECKING:
     import polars as pl
 
 ROWS_PER_BATCH = 8192  # a few MB of token ids: one journal frame, one bounded resend
-COUNT_MAX = (1 << 32) - 1  # of uint32, as token ids and caps travel
-SHOWN_MAX = 60  # characters of a wrong value in a sentence
+TASK_BYTES_MAX = FRAME_BYTES_MAX - (64 << 10)  # room for the columns of one row beside it
+COUNT_MAX = arguments.UINT32_MAX  # as token ids and caps travel
 MAX_NEW_TOKENS = 128
+ANSWERED = "it answered before"
 GREEDY: Mapping[str, Any] = {"kind": "generate", "temperature": 0.0, "top_k": 1, "seed": 0}
 EMBED: Mapping[str, Any] = {"kind": "embed", "pooling": "mean", "normalise": True}
 
@@ -67,10 +76,17 @@ class Work:
         self,
         timeout_s: float | None = None,
         on_progress: Callable[[SubmissionState], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> SubmissionState:
-        """Until every task is retired (its result is durable) or dead. Nothing is lost by not waiting."""
-        with self.fabric.connect("producer") as client:
-            return client.wait(self.id, timeout_s=timeout_s, on_progress=on_progress)
+        """Until every task is retired (its result is durable) or dead; after `timeout_s` the state as it is. Nothing
+        is lost by not waiting. A broker that is away is waited for, as `Fabric` says."""
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
+        arguments.callback("on_progress", on_progress)
+        patience = self.fabric.patience(arguments.callback("on_wait", on_wait))
+        with self.fabric.answering() as client:
+            return client.wait(
+                self.id, timeout_s=timeout_s, on_progress=on_progress, patience=patience
+            )
 
     def results(self) -> pa.Table:
         """One row a retired task, in source order; rows are there as they land, before the end as well."""
@@ -81,13 +97,42 @@ class Work:
 
 
 class Fabric:
-    """Holds settings and no connection: every call opens what it needs and closes it."""
+    """Holds settings and no connection: every call opens what it needs and closes it.
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    A broker that is full is waited for, up to `room_wait_s` of the settings, and so is one that is away if it answered
+    this Fabric before or a supervisor (`fabric up`) of the home starts it again; where nothing runs at all the call
+    fails at once. `on_wait` gets a line before each wait."""
+
+    def __init__(
+        self, settings: Settings | None = None, *, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        if settings is not None and not isinstance(settings, Settings):
+            raise arguments.wrong(
+                "settings", settings, "Settings, see fabric_pipelines.settings.load"
+            )
         self.settings = settings_module.load() if settings is None else settings
+        self._on_wait = arguments.callback("on_wait", on_wait)
+        self._answered = False
 
     def connect(self, role: str) -> BrokerClient:
+        """A client of the broker, which the caller closes. WrongRole for a role that does not exist."""
+        declared(role)
         return BrokerClient.of(self.settings, role=role)
+
+    def patience(self, on_wait: Callable[[str], None] | None = None) -> Patience:
+        """How long one call waits for its broker."""
+        say = self._on_wait if on_wait is None else on_wait
+        return Patience(self.settings.room_wait_s, say, keeper=self._keeper)
+
+    def _keeper(self) -> str:
+        return keeper_of(self.settings) or (ANSWERED if self._answered else "")
+
+    @contextmanager
+    def answering(self) -> Iterator[BrokerClient]:
+        """A producer's client for a call that, once it succeeds, shows that there is a broker."""
+        with self.connect("producer") as client:
+            yield client
+            self._answered = True
 
     def submit(
         self,
@@ -106,8 +151,8 @@ class Fabric:
         wait: bool = False,
         on_wait: Callable[[str], None] | None = None,
     ) -> Work:
-        """Make the work durable in the broker and return; with `wait` once all of it is settled. A broker that is
-        full or away is waited for, up to `room_wait_s` of the settings; `on_wait` gets a line before each wait.
+        """Make the work durable in the broker and return; with `wait` once all of it is settled. `on_wait` in place of
+        the one that this Fabric was made with.
 
         function: where results go: "generate", "embed", "hidden_states", or any name of your own
         engine: "model@runtime"; its part before "@" names the tokeniser of `texts`
@@ -115,15 +160,23 @@ class Fabric:
         sampling: see records/shape.py; greedy decoding or mean-pooled unit vectors when left out
         max_new_tokens: cap of each output, one number or one a task; generation only
         source_rows: your own row numbers, 0.. when left out; metadata: opaque bytes; both come back
-        Raises UsageError, ModelMissing, MissingDependency, BrokerUnavailable, Backpressure.
+        Raises UsageError, ModelMissing, MissingDependency, BrokerUnavailable, Backpressure, StorageFailed. Before the
+        broker is asked nothing was submitted; an error that comes later, in the middle of a large submission, leaves
+        behind what was accepted so far, and that runs: `accepted_tasks` of `submission_tasks`. The same call once
+        more sends the rest.
         """
-        spec = engine_spec(engine)
+        function = arguments.name("function", function)
+        salt = arguments.free_text("salt", salt)
+        wait, chat = arguments.flag("wait", wait), arguments.flag("chat", chat)
+        arguments.callback("on_wait", on_wait)
+        tags = arguments.labels(labels)
+        spec = spec_of(arguments.name("engine", engine), self.settings.models)
         sampling = _sampling(spec, sampling)
         kind = sampling_kind(sampling)
         require_function(function, kind)
-        caps = _caps(kind, max_new_tokens)
-        prompts = self._prompts(spec, texts, tokens, chat)
-        batches = list(_batches(prompts, caps, source_rows, metadata))
+        columns = _columns(kind, max_new_tokens, source_rows, metadata)
+        given, prompts = self._prompts(spec, texts, tokens, chat)
+        batches = list(_batches(given, prompts, columns, spec.vocab_size))
         count, token_count, fingerprint = fingerprint_of(batches)
         header = Submission(
             submission_id=submission_id_of(
@@ -143,14 +196,13 @@ class Fabric:
             tokens=token_count,
             fingerprint=fingerprint,
             tenant=self.settings.tenant,
-            labels=dict(labels or {}),
+            labels=tags,
         )
-        with self.connect("producer") as client:
-            patience = Patience(self.settings.room_wait_s, on_wait)
-            client.submit(header, batches, patience=patience)
+        with self.answering() as client:
+            client.submit(header, batches, patience=self.patience(on_wait))
         work = Work(self, header.submission_id, function, engine, count, token_count)
         if wait:
-            work.wait()
+            work.wait(on_wait=on_wait)
         return work
 
     def submission(self, submission_id: str) -> Work:
@@ -161,8 +213,12 @@ class Fabric:
         )
 
     def progress(self, submission_id: str) -> SubmissionState:
-        with self.connect("producer") as client:
-            state = client.submission(submission_id)
+        """Counts by state, now; UsageError when the broker does not know it."""
+        if not is_submission_id(submission_id):
+            wanted = "the 64 hex digits that submit returned as `id`"
+            raise arguments.wrong("submission_id", submission_id, wanted)
+        with self.answering() as client:
+            state = client.submission(submission_id, patience=self.patience())
         if state is None:
             raise UsageError(
                 f"the broker knows no submission {submission_id[:12]}: `fabric status` tells what it holds"
@@ -170,7 +226,9 @@ class Fabric:
         return state
 
     def results(self, what: str) -> pa.Table:
-        """All rows of a function, or of one submission when `what` is a submission id."""
+        """All rows of a function, or of one submission when `what` is a submission id. UsageError for one that has
+        no rows and is no function with a table of its own."""
+        arguments.name("what", what)
         from fabric_pipelines.dataplane import results
         from fabric_pipelines.dataplane.database import Database
 
@@ -193,26 +251,26 @@ class Fabric:
         texts: Sequence[str] | None,
         tokens: Sequence[Sequence[int]] | pa.Array | None,
         chat: bool,
-    ) -> Sequence[Sequence[int]] | pa.Array:
+    ) -> tuple[str, Any]:
+        """(name of the argument that was given, one row of token ids a task)."""
         if (texts is None) == (tokens is None):
             raise UsageError("submit needs either texts or tokens, and not both")
-        if isinstance(texts, str):
-            raise UsageError("texts is one string; give a list of strings, one a task")
-        given = texts if texts is not None else tokens
-        assert given is not None
-        if len(given) == 0:
-            raise UsageError("there is nothing to submit: the list is empty")
         if texts is None:
+            rows = arguments.column("tokens", tokens, "lists of token ids")
             if chat:
                 raise UsageError("chat wraps texts; with tokens, put the turns in yourself")
-            return given
-        empty = next((row for row, text in enumerate(texts) if not text), None)
-        if empty is not None:
-            raise UsageError(f"text {empty} is empty; an empty prompt cannot be run")
+        else:
+            rows = arguments.texts("texts", texts)
+        if len(rows) == 0:
+            raise UsageError(
+                f"there is nothing to submit: {'tokens' if texts is None else 'texts'} is an empty list"
+            )
+        if texts is None:
+            return "tokens", rows
         from fabric_pipelines.models import tokeniser
 
         tool = tokeniser(spec.model, self.settings.models)
-        return tool.encode_chat(texts) if chat else tool.encode(texts)
+        return "texts", tool.encode_chat(rows) if chat else tool.encode(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +292,11 @@ class Prompts:
         }
 
 
-def read_prompts(path: Path) -> Prompts:
+def read_prompts(path: str | Path) -> Prompts:
     """Prompts of a file: `.jsonl` has one object a line with `text` or `tokens`, and if wanted
     `max_new_tokens` and `metadata` (any JSON); any other file has one text a line, empty lines left out.
     Raises UsageError naming the line at fault."""
+    path = arguments.path("path", path)
     try:
         # not splitlines: it also cuts at U+2028, U+0085 and form feeds, which JSON and prompts may hold
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -272,7 +331,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _is_text(item: Any) -> bool:
-    return isinstance(item, str) and not any(0xD800 <= ord(sign) <= 0xDFFF for sign in item)
+    return isinstance(item, str) and item != "" and arguments.is_utf8(item)
 
 
 def _is_count(item: Any) -> bool:
@@ -280,20 +339,29 @@ def _is_count(item: Any) -> bool:
 
 
 def _are_ids(item: Any) -> bool:
-    return isinstance(item, list) and all(map(_is_count, item))
+    return isinstance(item, list) and item != [] and all(map(_is_count, item))
+
+
+def _is_writable(item: Any) -> bool:
+    try:
+        canonical_json(item)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("text", _is_text, "a string without lone surrogates"),
-    ("tokens", _are_ids, f"a list of token ids, whole numbers from 0 to {COUNT_MAX}"),
+    ("text", _is_text, "a string without lone surrogates, not empty"),
+    ("tokens", _are_ids, f"a list of token ids, whole numbers from 0 to {COUNT_MAX}, not empty"),
     ("max_new_tokens", _is_count, f"a whole number from 0 to {COUNT_MAX}"),
+    ("metadata", _is_writable, "JSON without lone surrogates, and of numbers that JSON has"),
 )
 
 
 def _json_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line, parse_constant=_no_constant)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"{path} line {number} is not JSON: {fault}") from fault
     if not isinstance(row, dict) or not ({"text", "tokens"} & set(row)):
         raise UsageError(f"{path} line {number} must be an object with text or tokens")
@@ -315,7 +383,7 @@ def _wrong_of(name: str, item: Any) -> str:
 
 def _shown(item: Any) -> str:
     text = json.dumps(item)
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
+    return text if len(text) <= arguments.SHOWN_MAX else f"{text[: arguments.SHOWN_MAX]}..."
 
 
 def _column(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> list[Any] | None:
@@ -328,28 +396,37 @@ def _column(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> list[An
     return [row[name] for row in rows]
 
 
-def write_table(table: pa.Table, path: Path) -> int:
+def write_table(table: pa.Table, path: str | Path) -> int:
     """Write results in the format of the file's suffix, whole or not at all; returns its bytes."""
-    require_target(path)
+    path = require_target(path)
+    if not isinstance(table, pa.Table):
+        raise arguments.wrong("table", table, "a pyarrow.Table")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         WRITERS[path.suffix](table, beside)
         beside.replace(path)
     except OSError as fault:
         raise StorageFailed(f"{path} cannot be written: {fault.strerror or fault}") from fault
+    except (pa.ArrowException, TypeError, ValueError) as fault:
+        raise UsageError(
+            f"{path} cannot hold this table ({str(fault).splitlines()[0][:160]}): write it as .arrow"
+        ) from fault
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a name that no file can have has none to remove either
+            beside.unlink(missing_ok=True)
     return path.stat().st_size
 
 
-def require_target(path: Path) -> None:
-    """UsageError when `write_table` could not write there; ask before a long read."""
+def require_target(path: str | Path) -> Path:
+    """Where `write_table` writes; UsageError when it could not. Ask before a long read."""
+    path = arguments.path("path", path)
     if path.suffix not in WRITERS:
         raise UsageError(
             f"{path} has no suffix that is known; use one of {', '.join(sorted(WRITERS))}"
         )
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: make the folder {path.parent} first")
+    return path
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:
@@ -403,8 +480,8 @@ WRITERS: Mapping[str, Callable[[pa.Table, Path], None]] = {
 }
 
 
-def is_submission_id(what: str) -> bool:
-    return len(what) == 64 and not set(what) - set("0123456789abcdef")
+def is_submission_id(what: object) -> bool:
+    return isinstance(what, str) and len(what) == 64 and not set(what) - set("0123456789abcdef")
 
 
 def _sampling(spec: EngineSpec, asked: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -417,46 +494,80 @@ def _sampling(spec: EngineSpec, asked: Mapping[str, Any] | None) -> Mapping[str,
                 '{"kind": "hidden", "layers": [8, 16, 30], "pooling": "last"}'
             )
         return found
-    kind = sampling_kind(asked)
+    chosen = arguments.sampling(asked)
+    if not isinstance(kind := chosen.get("kind"), str):
+        raise arguments.wrong("sampling['kind']", kind, f"one of {', '.join(KINDS)}")
+    kind = sampling_kind(chosen)
     if kind not in spec.kinds:
         raise UsageError(
             f"engine {spec.name} does not do {kind!r}; it does {', '.join(sorted(spec.kinds))}"
         )
-    return asked
+    generates = kind == "generate"
+    why = (
+        sampling_objection(chosen, spec.generate_keys)
+        if generates
+        else pass_fields_objection(chosen, spec.layers)
+    )
+    if why is not None:
+        raise UsageError(f"engine {spec.name} would refuse this sampling: {why}")
+    return chosen
 
 
-def _caps(kind: str, asked: int | Sequence[int] | None) -> int | Sequence[int]:
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What goes with the prompts, as it was given: one cap for all or one each, row numbers, metadata."""
+
+    caps: Any
+    source_rows: Any
+    metadata: Any
+
+    def require_rows(self, count: int) -> None:
+        for name in ("max_new_tokens", "source_rows", "metadata"):
+            column = getattr(self, "caps" if name == "max_new_tokens" else name)
+            if column is not None and not isinstance(column, int) and len(column) != count:
+                raise UsageError(f"{name} has {len(column)} entries for {count} tasks")
+
+
+def _columns(kind: str, caps: Any, source_rows: Any, metadata: Any) -> _Columns:
     if kind != "generate":
-        if asked is not None and asked != 0:
+        if caps is not None and (type(caps) is not int or caps != 0):
             raise UsageError(f"max_new_tokens belongs to generation; {kind!r} is a single pass")
-        return 0
-    caps = MAX_NEW_TOKENS if asked is None else asked
-    for row, cap in enumerate([caps] if isinstance(caps, int) else caps):
-        if cap < 1 or cap > COUNT_MAX or cap != int(cap):
-            which = "" if isinstance(caps, int) else f" of task {row}"
-            raise UsageError(
-                f"max_new_tokens{which} is {cap}; it must be a whole number from 1 to {COUNT_MAX}"
-            )
-    return caps
+        caps = 0
+    elif caps is None:
+        caps = MAX_NEW_TOKENS
+    elif isinstance(caps, Integral | float) or not hasattr(caps, "__len__"):
+        caps = arguments.whole("max_new_tokens", caps, 1, COUNT_MAX)
+    else:
+        caps = arguments.column("max_new_tokens", caps, "whole numbers")
+    return _Columns(
+        caps,
+        None if source_rows is None else arguments.column("source_rows", source_rows, "numbers"),
+        None if metadata is None else arguments.column("metadata", metadata, "bytes"),
+    )
 
 
 def _batches(
-    prompts: Sequence[Sequence[int]] | pa.Array,
-    caps: int | Sequence[int],
-    source_rows: Sequence[int] | None,
-    metadata: Sequence[bytes] | None,
+    given: str, prompts: Any, columns: _Columns, vocab_size: int
 ) -> Iterator[pa.RecordBatch]:
-    count = len(prompts)
-    columns = {"max_new_tokens": caps, "source_rows": source_rows, "metadata": metadata}
-    for name, column in columns.items():
-        if column is not None and not isinstance(column, int) and len(column) != count:
-            raise UsageError(f"{name} has {len(column)} entries for {count} tasks")
-    rows = range(count) if source_rows is None else source_rows
+    count, caps = len(prompts), columns.caps
+    columns.require_rows(count)
+    rows = range(count) if columns.source_rows is None else columns.source_rows
     for start in range(0, count, ROWS_PER_BATCH):
         part = slice(start, start + ROWS_PER_BATCH)
+        tokens = arguments.token_rows(given, prompts[part], start, vocab_size)
+        metadata = None
+        if columns.metadata is not None:
+            metadata = arguments.bytes_rows("metadata", columns.metadata[part], start)
+        arguments.require_sizes(tokens, metadata, start, TASK_BYTES_MAX)
         yield task_batch(
-            prompts[part],
-            max_new_tokens=caps if isinstance(caps, int) else caps[part],
-            source_rows=rows[part],
-            metadata=None if metadata is None else metadata[part],
+            tokens,
+            max_new_tokens=caps
+            if isinstance(caps, int)
+            else arguments.whole_rows(
+                "max_new_tokens", caps[part], start, (1, COUNT_MAX), pa.uint32()
+            ).to_pylist(),
+            source_rows=arguments.whole_rows(
+                "source_rows", rows[part], start, arguments.INT64, pa.int64()
+            ),
+            metadata=metadata,
         )

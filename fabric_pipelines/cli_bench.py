@@ -94,8 +94,9 @@ def bench_landing(
     rows: Annotated[int, typer.Option(min=5_000, help="Rows a round.")] = 40_000,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 3,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of each mode of the governor's part, a round.")
-    ] = 8.0,
+        float, typer.Option(min=1, help="Of each kind of bulk, in a run of the governor's part.")
+    ] = 16.0,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of the governor's part.")] = 5,
     part: Annotated[
         list[str] | None,
         typer.Option(help="ways, prices or governor; may be given more than once."),
@@ -107,8 +108,24 @@ def bench_landing(
     from fabric_pipelines.bench.landing.measure import PARTS, Options, measure, table
 
     CTRL_C.begin()
-    options = Options(rows, rounds, seconds, tuple(part or PARTS))
+    options = Options(rows, rounds, runs, seconds, tuple(part or PARTS))
     report = measure(settings.load(ctx.obj), options, lambda line: typer.echo(line, err=True))
+    _print(report, table(report), as_json)
+
+
+@app.command("health")
+def bench_health(
+    rows: Annotated[int, typer.Option(min=1000, help="Rows of the store.")] = 200_000,
+    dim: Annotated[int, typer.Option(min=1, max=16_384, help="Dimension of a row.")] = 384,
+    clusters: Annotated[int, typer.Option(min=2, help="Clusters of log-normal size.")] = 1000,
+    peer: Annotated[bool, typer.Option(help="Silhouette beside scikit-learn's, a minute.")] = True,
+    as_json: Json = False,
+) -> None:
+    """All health metrics of a store with time and memory a pass, and silhouette beside scikit-learn."""
+    from fabric_pipelines.bench.health import measure, table
+
+    CTRL_C.begin()
+    report = measure(rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
 
 

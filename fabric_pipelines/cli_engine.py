@@ -15,7 +15,7 @@ from fabric_pipelines.errors import BrokerUnavailable, UsageError
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
 
-app = typer.Typer(no_args_is_help=True, help="Engines: inspect, build, fingerprint.")
+app = typer.Typer(no_args_is_help=True, help="Engines: inspect, build, fingerprint, probe.")
 
 LANE_SHAPE = re.compile(r"len(\d+)")  # of single-pass work; broker.lanes.Lane.name
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -62,6 +62,31 @@ def engine_fingerprint(ctx: typer.Context, name: Name, as_json: Json = False) ->
     from fabric_pipelines.worker.engines.inspection import fingerprint
 
     emit(fingerprint(name, cache=settings_of(ctx).models), as_json)
+
+
+@app.command("probe")
+def engine_probe(
+    ctx: typer.Context,
+    name: Name,
+    device: Annotated[str, typer.Option(help="cpu:N or cuda:N")] = "cpu:0",
+    as_json: Json = False,
+) -> None:
+    """Measure engine and card for some seconds; workers on this hardware declare the profile found."""
+    from fabric_pipelines.worker.service import probe_engine
+
+    probed, path = probe_engine(name, settings_of(ctx), device=device)
+    answer = {**probed.as_json(), "kept": path}
+    rows = [
+        {
+            "max_num_tokens": row.max_num_tokens,
+            "tokens_per_s": f"{row.tokens_per_s:,.0f}",
+            "slowest": f"{row.spread[0]:,.0f}",
+            "fastest": f"{row.spread[1]:,.0f}",
+        }
+        for row in probed.rows
+    ]
+    shown = {key: answer[key] for key in ("engine", "hardware", "profile", "kept")}
+    emit(answer, as_json, shown={**shown, "budgets": rows})
 
 
 @app.command("build")

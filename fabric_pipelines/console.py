@@ -64,12 +64,16 @@ ANSWER = Answer()
 
 
 def error_of(fault: FabricError) -> dict[str, Any]:
-    return {
+    said = {
         "kind": fault.code,
         "message": str(fault),
         "transient": isinstance(fault, TransientError),
         "exit_code": fault.exit_code,
     }
+    if fault.submission_id:
+        names = ("submission_id", "accepted_tasks", "submission_tasks")
+        said |= {name: getattr(fault, name) for name in names}
+    return said
 
 
 def emit(

@@ -54,6 +54,25 @@ class FabricError(Exception):
     """Root of the tree. `code` is the stable machine name that travels in records and over the wire."""
 
     exit_code = 1
+    submission_id = ""
+    accepted_tasks = 0
+    submission_tasks = 0
+
+    def leave(self, submission_id: str, accepted: int, tasks: int, *, at_least: bool) -> None:
+        """This error ended a submission of which the broker has `accepted` tasks, which run: say so in the sentence
+        and for a program in `submission_id`, `accepted_tasks` and `submission_tasks`."""
+        self.submission_id = submission_id
+        self.accepted_tasks, self.submission_tasks = accepted, tasks
+        count = f"{'at least ' if at_least else ''}{accepted:,} of {tasks:,} tasks"
+        rest = (
+            "the rest was not taken"
+            if isinstance(self, UsageError)
+            else "submit the same once more to send the rest"
+        )
+        self.args = (
+            f"{self}; {count} of submission {submission_id[:12]} were accepted before and run: {rest}",
+            *self.args[1:],
+        )
 
     @property
     def code(self) -> str:

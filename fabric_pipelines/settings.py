@@ -1,7 +1,8 @@
 """Settings: flags, then FABRIC_* variables, then fabric.toml, then defaults; every value knows where it came from.
 
-One frozen value, made once per process and handed down. An unknown key in fabric.toml is refused: a typo
-must not silently become a default.
+One frozen value, made once per process and handed down. An unknown name is refused wherever it stands: a typo
+must not silently become a default. So is a value out of its range, here and by name: a process that finds
+out later would be started again and again by its supervisor.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import re
 import stat
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +27,192 @@ PLAIN_PATH = re.compile(
 )  # what a URL takes as it is, and a Postgres option too
 
 
-def _setting(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+CONNINFO_PASSWORD = re.compile(r"(\bpassword\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)")
+PREFIX = "FABRIC_"
+SUPERVISOR_LOCK = (
+    "supervisor.lock"  # in runtime_dir; held as long as a supervisor of the home lives
+)
+BYTES_MAX = 1 << 62
+PAGE_BYTES = 4096  # a segment's file counts in these
+DAY_MS = 24 * 3600 * 1000
+YEAR_S = 365 * 24 * 3600
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SHOWN_MAX = 60  # characters of a wrong value in a sentence
+NEAR = 0.75  # of difflib's ratio: a typo is nearer, another word is not
+
+OTHER_VARIABLES: Mapping[str, str] = {
+    "FABRIC_DEBUG": "1: traces instead of one sentence",
+    "FABRIC_PG_BIN": "bin folder of the Postgres binaries to use",
+    "FABRIC_SUPERVISED": "set by `fabric up`: which home's supervisor a process belongs to",
+    "FABRIC_SUPERVISED_BY": "set by `fabric up`: its pid and the process's name",
+    "FABRIC_REQUIRE_GPU": "tests, 1: no usable card is a failure",
+    "FABRIC_GPU_REPORT": "tests: file for a report of card, kernels and outcomes",
+    "FABRIC_REQUIRE_PARITY": "tests in CI, 1: a missing reference implementation is a failure",
+    "FABRIC_PG_AWAY_S": "tests: seconds that Postgres stays away in its outage",
+}
+"""Variables that are no settings; every name that starts with FABRIC_ is here or in Settings."""
+
+# What Kubernetes and Docker links put into every container beside a service called `fabric` or `fabric-...`.
+OF_A_SERVICE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+ADDRESS_OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Whole numbers from `least` to `most`, multiples of `step`."""
+
+    least: int
+    most: int
+    step: int = 1
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most and value % self.step == 0
+
+    def __str__(self) -> str:
+        steps = "" if self.step == 1 else f", a multiple of {self.step}"
+        return f"a whole number from {self.least} to {self.most}{steps}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Text that `pattern` matches as a whole; `words` say so to a person."""
+
+    pattern: re.Pattern[str]
+    words: str
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and self.pattern.fullmatch(value) is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
+PLACE = Form(re.compile(r"[^\x00-\x1f\x7f]*"), "a path without control characters")
+FOLDER_OR_S3 = Form(
+    re.compile(
+        r"(s3://[^\x00-\x20\x7f/][^\x00-\x1f\x7f]*|(?![A-Za-z0-9+.-]*://)[^\x00-\x1f\x7f]*)"
+    ),
+    "a folder or s3://bucket/prefix",
+)
+ENDPOINT = Form(
+    re.compile(r"(grpc(\+unix|\+tls)?://[^\x00-\x1f\x7f]+)?"),
+    "grpc+unix://<path>, grpc://127.0.0.1:<port> or grpc+tls://<host>:<port>",
+)
+DATABASE = Form(
+    re.compile(r"(postgres(ql)?://[^\x00-\x1f\x7f]*|[^\x00-\x1f\x7f:/]+=[^\x00-\x1f\x7f]*)?"),
+    "postgresql://user:password@host:port/database, or host=... dbname=...",
+)
+HOST = Form(re.compile(r"[A-Za-z0-9.:%_-]+"), "a host name or an address")
+TENANT_NAME = Form(
+    TENANT,
+    "a name of at most 64 letters, digits, '.', '_' and '-', which starts with one of the first two",
+)
+
+
+def _setting(default: Any, doc: str, within: Range | Form) -> Any:
+    return field(default=default, metadata={"doc": doc, "within": within})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All paths are absolute once loaded. `origin[name]` is "flag", "environment", "fabric.toml" or "default"."""
 
-    home: Path = _setting(Path(".fabric"), "folder that holds everything the fabric keeps")
-    pg_url: str = _setting("", "a Postgres server (>= 15); empty: the embedded one under home")
-    lake: str = _setting("", "folder or s3:// URL for artifacts; empty: <home>/lake")
-    broker_url: str = _setting("", "Arrow Flight endpoint; empty: a Unix socket of this home")
+    home: Path = _setting(Path(".fabric"), "folder that holds everything the fabric keeps", PLACE)
+    pg_url: str = _setting(
+        "", "a Postgres server (>= 15); empty: the embedded one under home", DATABASE
+    )
+    lake: str = _setting("", "folder or s3:// URL for artifacts; empty: <home>/lake", FOLDER_OR_S3)
+    broker_url: str = _setting(
+        "", "Arrow Flight endpoint; empty: a Unix socket of this home", ENDPOINT
+    )
     broker_listen: str = _setting(
         "",
         "grpc+tls://address:port where the broker serves other machines too; empty: this one only",
+        ENDPOINT,
     )
-    tls_ca: str = _setting("", "PEM file of the private CA that both sides' certificates come from")
-    tls_cert: str = _setting("", "PEM certificate chain of this machine, towards the other side")
-    tls_key: str = _setting("", "PEM private key of tls_cert")
+    tls_ca: str = _setting(
+        "", "PEM file of the private CA that both sides' certificates come from", PLACE
+    )
+    tls_cert: str = _setting(
+        "", "PEM certificate chain of this machine, towards the other side", PLACE
+    )
+    tls_key: str = _setting("", "PEM private key of tls_cert", PLACE)
     models: Path = _setting(
-        Path("~/.cache/fabric-pipelines/models"), "model cache, shared by all homes"
+        Path("~/.cache/fabric-pipelines/models"), "model cache, shared by all homes", PLACE
     )
-    tenant: str = _setting("default", "owner of what is submitted")
-    segment_bytes: int = _setting(256 << 20, "size of one journal segment")
-    journal_high_water_bytes: int = _setting(8 << 30, "above it the broker refuses new tasks")
+    tenant: str = _setting("default", "owner of what is submitted", TENANT_NAME)
+    segment_bytes: int = _setting(
+        256 << 20, "size of one journal segment", Range(1 << 16, 1 << 40, PAGE_BYTES)
+    )
+    journal_high_water_bytes: int = _setting(
+        8 << 30, "above it the broker refuses new tasks", Range(1, BYTES_MAX)
+    )
     tenant_high_water_bytes: int = _setting(
-        0, "bytes of one tenant's unfinished tasks above which it is refused new ones; 0: no share"
+        0,
+        "bytes of one tenant's unfinished tasks above which it is refused new ones; 0: no share",
+        Range(0, BYTES_MAX),
     )
     room_wait_s: int = _setting(
-        600, "seconds that a submission waits for a broker that is full or away"
+        600, "seconds that a submission waits for a broker that is full or away", Range(0, YEAR_S)
     )
-    checkpoint_bytes: int = _setting(256 << 20, "journal bytes after which a checkpoint is taken")
-    broker_cold: str = _setting("", "folder or s3:// URL that sealed journal segments move to")
+    checkpoint_bytes: int = _setting(
+        256 << 20, "journal bytes after which a checkpoint is taken", Range(1 << 16, BYTES_MAX)
+    )
+    broker_cold: str = _setting(
+        "", "folder or s3:// URL that sealed journal segments move to", FOLDER_OR_S3
+    )
     broker_hot_high_water_bytes: int = _setting(
-        4 << 30, "with a cold tier: journal bytes on this disk above which segments move there"
+        4 << 30,
+        "with a cold tier: journal bytes on this disk above which segments move there",
+        Range(0, BYTES_MAX),
     )
-    broker_hot_low_water_bytes: int = _setting(2 << 30, "and how many of them stay")
+    broker_hot_low_water_bytes: int = _setting(
+        2 << 30, "and how many of them stay", Range(0, BYTES_MAX)
+    )
     computed_high_water_tasks: int = _setting(
-        100_000, "computed but not yet landed tasks that workers may pile up"
+        100_000, "computed but not yet landed tasks that workers may pile up", Range(1, 1 << 40)
     )
     write_rate_floor_bytes: int = _setting(
-        1_000_000, "write cost a second that bulk results always get, also without signals"
+        1_000_000,
+        "write cost a second that bulk results always get, also without signals",
+        Range(1, BYTES_MAX),
     )
     write_rate_most_bytes: int = _setting(
-        0, "write cost a second that they never exceed; 0: what the database takes"
+        0,
+        "write cost a second that they never exceed; 0: what the database takes",
+        Range(0, BYTES_MAX),
     )
     replication_lag_bytes: int = _setting(
-        64 << 20, "a standby further behind than this slows bulk results down"
+        64 << 20, "a standby further behind than this slows bulk results down", Range(0, BYTES_MAX)
     )
-    lease_ms: int = _setting(30_000, "a lease not renewed for so long goes back")
-    attempts_max: int = _setting(3, "failed attempts after which a task is dead")
+    lease_ms: int = _setting(
+        30_000, "a lease not renewed for so long goes back", Range(100, DAY_MS)
+    )
+    attempts_max: int = _setting(3, "failed attempts after which a task is dead", Range(1, 255))
     metrics_port: int = _setting(
-        0, "loopback port of the broker's Prometheus counters; 0: none are served"
+        0, "loopback port of the broker's Prometheus counters; 0: none are served", Range(0, 65_535)
     )
     ui_host: str = _setting(
-        "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise"
+        "127.0.0.1", "address of the Dagster UI; loopback unless told otherwise", HOST
     )
-    ui_port: int = _setting(3000, "first port tried for the Dagster UI; the next free one is taken")
-    threads: int = _setting(0, "CPU threads of one embedded engine; 0: all cores")
+    ui_port: int = _setting(
+        3000, "first port tried for the Dagster UI; the next free one is taken", Range(1, 65_535)
+    )
+    threads: int = _setting(0, "CPU threads of one embedded engine; 0: all cores", Range(0, 1024))
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name != "origin":
+                _require(item.name, getattr(self, item.name), item.default, item.metadata["within"])
+        low, high = self.broker_hot_low_water_bytes, self.broker_hot_high_water_bytes
+        if low > high:
+            raise SettingsError(
+                f"setting broker_hot_low_water_bytes is {low}; it must not be above broker_hot_high_water_bytes, "
+                f"which is {high}"
+            )
 
     @property
     def runtime_dir(self) -> Path:
@@ -96,6 +224,10 @@ class Settings:
             return candidate
         mark = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}-{mark}"
+
+    @property
+    def waits_dir(self) -> Path:
+        return self.runtime_dir / "waits"
 
     @property
     def journal_dir(self) -> Path:
@@ -122,13 +254,14 @@ class Settings:
         return self.broker_url or f"grpc+unix://{self.runtime_dir / 'broker.sock'}"
 
     def described(self) -> list[dict[str, str]]:
-        """One row a setting: name, value, origin, doc. A password in a URL is not shown."""
+        """One row a setting: name, value, origin, doc, range. A password in a URL is not shown."""
         return [
             {
                 "name": item.name,
                 "value": redact(str(getattr(self, item.name))),
                 "origin": self.origin.get(item.name, "default"),
                 "doc": item.metadata["doc"],
+                "range": str(item.metadata["within"]),
             }
             for item in fields(self)
             if item.name != "origin"
@@ -137,7 +270,7 @@ class Settings:
     def as_environment(self) -> dict[str, str]:
         """FABRIC_* variables that make a child process load equal settings."""
         return {
-            f"FABRIC_{item.name.upper()}": str(getattr(self, item.name))
+            f"{PREFIX}{item.name.upper()}": str(getattr(self, item.name))
             for item in fields(self)
             if item.name != "origin"
         }
@@ -160,6 +293,7 @@ def _is_shared(folder: Path) -> bool:
 
 
 def redact(url: str) -> str:
+    url = CONNINFO_PASSWORD.sub(r"\1***", url)
     head, at, tail = url.rpartition("@")
     scheme, slashes, login = head.partition("://")
     if not at or not slashes or ":" not in login:
@@ -177,19 +311,21 @@ def load(
     folder = Path.cwd() if folder is None else folder
     known = {item.name: item for item in fields(Settings) if item.name != "origin"}
     if unknown := sorted(set(flags or {}) - set(known)):
-        raise SettingsError(f"there are no settings {unknown}; known are {sorted(known)}")
+        raise SettingsError(f"there are no settings {unknown}{_nearest(unknown, known)}")
+    _require_known(environ, known)
     from_file = _read_toml(folder / "fabric.toml", known)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, item in known.items():
         sources = (
             ("flag", (flags or {}).get(name)),
-            ("environment", environ.get(f"FABRIC_{name.upper()}")),
+            ("environment", environ.get(f"{PREFIX}{name.upper()}")),
             ("fabric.toml", from_file.get(name)),
         )
         won = next(((where, value) for where, value in sources if value not in (None, "")), None)
         where, value = won if won else ("default", item.default)
-        values[name] = _convert(name, value, type(item.default))
+        values[name] = _convert(value, type(item.default))
+        _require(name, values[name], item.default, item.metadata["within"])
         origin[name] = where
     for name in ("home", "models"):
         values[name] = _absolute(name, folder, values[name])
@@ -217,21 +353,61 @@ def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         raise SettingsError(f"{path} cannot be read: {fault}") from fault
     unknown = sorted(set(content) - set(known))
     if unknown:
-        raise SettingsError(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
+        raise SettingsError(f"{path} has unknown settings {unknown}{_nearest(unknown, known)}")
     return content
 
 
-def _convert(name: str, value: Any, kind: type) -> Any:
-    if issubclass(kind, Path):
+def _require_known(environ: Mapping[str, str], known: Iterable[str]) -> None:
+    """Raise SettingsError for FABRIC_* variables that nothing reads."""
+    names = {f"{PREFIX}{name.upper()}" for name in known} | set(OTHER_VARIABLES)
+    unknown = sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name not in names and not _of_a_service(name, value)
+    )
+    if unknown:
+        raise SettingsError(
+            f"nothing reads the variable{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+            f"{_nearest(unknown, names, PREFIX)}: correct the name or unset it"
+        )
+
+
+def _of_a_service(name: str, value: str) -> bool:
+    return bool(OF_A_SERVICE.fullmatch(name) or ADDRESS_OF_A_SERVICE.fullmatch(value))
+
+
+def _nearest(unknown: Sequence[str], known: Iterable[str], prefix: str = "") -> str:
+    """What was probably meant by each; all that there is where nothing is near. The prefix that all of them share
+    would make any two look alike."""
+    words = sorted(name.removeprefix(prefix) for name in known)
+    near = [get_close_matches(name.removeprefix(prefix), words, 1, NEAR) for name in unknown]
+    if not all(near):
+        return f"; known are {', '.join(prefix + word for word in words)}"
+    return f"; did you mean {', '.join(prefix + found[0] for found in near)}?"
+
+
+def _convert(value: Any, kind: type) -> Any:
+    """The value of a flag, a variable or a key as its setting's type; nothing is rounded or spelled out for it."""
+    if issubclass(kind, Path) and isinstance(value, str | Path):
         return Path(value)
-    if kind is int:
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    if kind is int and isinstance(value, str):
         try:
-            number = int(value)
-        except (TypeError, ValueError) as fault:
-            raise SettingsError(
-                f"setting {name} is {value!r}; it must be a whole number"
-            ) from fault
-        if number < 0:
-            raise SettingsError(f"setting {name} is {number}; it must not be negative")
-        return number
-    return str(value)
+            return int(value)
+        except ValueError:
+            return value  # refused with its range, as any value that is no number
+    return value
+
+
+def _require(name: str, value: Any, default: Any, within: Range | Form) -> None:
+    """Raise SettingsError, naming the range, for a value out of it or of another type than the default's."""
+    if isinstance(default, Path):
+        fits = isinstance(value, Path) and str(value) in within
+    else:
+        fits = value in within
+    if fits:
+        return
+    shown = redact(str(value)) if isinstance(value, str | Path) else value
+    found = repr(shown) if len(repr(shown)) <= SHOWN_MAX else f"{repr(shown)[:SHOWN_MAX]}..."
+    raise SettingsError(f"setting {name} is {found}; it must be {within}")

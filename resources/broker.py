@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pydantic import Field
 
 from fabric_pipelines.broker.client import BrokerClient
+from fabric_pipelines.broker.keeper import keeper_of
 from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.replies import BrokerStatus, SubmissionState
 from fabric_pipelines.workloads.request import Prepared
@@ -30,7 +31,8 @@ class BrokerResource(FabricResource):
 
     def submit(self, prepared: Prepared) -> SubmissionState:
         """Durable on return; submitting again changes nothing. A broker that is full or away is waited for."""
-        patience = Patience(self.settings().room_wait_s, LOG.warning)
+        settings = self.settings()
+        patience = Patience(settings.room_wait_s, LOG.warning, keeper=lambda: keeper_of(settings))
         with self.client() as client:
             return client.submit(prepared.submission, prepared.batches(), patience=patience)
 

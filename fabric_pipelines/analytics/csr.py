@@ -101,6 +101,11 @@ def _reduce(ufunc: np.ufunc, values: npt.NDArray[Any], indptr: I64, empty: Any) 
     return out
 
 
+def unknown(clusters: int) -> F64:
+    """A value a cluster that no pass has found yet: NaN."""
+    return np.full(clusters, np.nan)
+
+
 def segment_sum(values: npt.NDArray[Any], indptr: I64) -> npt.NDArray[Any]:
     """Sum of each segment; unsigned integers wrap modulo 2^64."""
     return _reduce(np.add, values, indptr, 0)

@@ -1,13 +1,13 @@
 """Measure the health of every cluster of a store: the passes in order, then the metrics over what they left.
 
-Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Two passes
-that see the same quantity independently must agree (sum of |x|^2 = W + n |mean|^2); where they do not, every
-value built on them is CORRUPT, which is how a kernel that drops dimensions shows itself.
+Exact or not at all: nothing is sampled, and a pass over its budget is skipped whole and says so. Passes that see the
+same quantity independently must agree (analytics.invariants); where they do not, every value built on them is CORRUPT,
+which is how a kernel that drops dimensions shows itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -15,10 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.analytics import passes
-from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, Csr
-from fabric_pipelines.analytics.metrics import METRICS, Facts, Reading, Reference, Status
+from fabric_pipelines.analytics import passes, plan
+from fabric_pipelines.analytics.csr import F32, I64, Bool, Csr
+from fabric_pipelines.analytics.gauss_sums import gauss
+from fabric_pipelines.analytics.invariants import contradictions
+from fabric_pipelines.analytics.knn_graph import graph
+from fabric_pipelines.analytics.metrics import METRICS
+from fabric_pipelines.analytics.neighbours import neighbours
+from fabric_pipelines.analytics.plan import WORKSPACE_BYTES, Plan
+from fabric_pipelines.analytics.readings import Facts, MetricSpec, Reading, Reference, Status
+from fabric_pipelines.analytics.robust import robust
+from fabric_pipelines.analytics.spectrum import spectrum
+from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.sweeps import CpuSweeps, Sweeps
+from fabric_pipelines.analytics.two_means import halves
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.telemetry import timed
 
@@ -26,7 +36,6 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
-AGREEMENT = 1e-9  # relative; float64 sums of 2^31 rows stay 1,000 times below it
 SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
 T = TypeVar("T")
 
@@ -34,7 +43,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
-    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other."""
+    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
+    disagreements: the same by the two passes."""
 
     metric: Metric
     dim: int
@@ -43,8 +53,10 @@ class HealthTable:
     facts: Facts = field(repr=False)
     pass_seconds: Mapping[str, float]
     pass_flop: Mapping[str, float]
+    pass_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
+    disagreements: Mapping[str, I64]
 
     @property
     def clusters(self) -> int:
@@ -83,8 +95,10 @@ class HealthTable:
             },
             "pass_seconds": dict(self.pass_seconds),
             "pass_flop": dict(self.pass_flop),
+            "pass_bytes": dict(self.pass_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
+            "disagreements": {pair: at.tolist() for pair, at in self.disagreements.items()},
         }
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
@@ -124,26 +138,43 @@ def measure(
     reference: Reference | None = None,
     min_norm: float = MIN_NORM,
     budget_flop: float | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    only: Collection[str] | None = None,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
-    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop` is skipped
-    whole. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
+    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
+    metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
     """
     if metric not in ("cosine", "l2"):
         raise UsageError(f"metric {metric!r} is unknown; it must be 'cosine' or 'l2'")
+    asked = _asked(only)
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
+    drawn = plan.draw(
+        csr,
+        wanted={spec.pass_name for spec in asked},
+        budget_flop=budget_flop,
+        workspace_bytes=workspace_bytes,
+    )
     with timed() as opening:
         sweeps = _sweeps(backend, csr)
     try:
         seconds = {"open": opening["seconds"]}
-        return _measure(csr, sweeps, metric, reference, min_norm, budget_flop, seconds)
+        return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
     finally:
         sweeps.close()
+
+
+def _asked(only: Collection[str] | None) -> list[MetricSpec]:
+    unknown = sorted(set(only or ()) - set(METRICS))
+    if unknown:
+        raise UsageError(f"metric {unknown[0]!r} is unknown; docs/analytics.md lists all")
+    return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
 def _sweeps(backend: str, csr: Csr) -> Sweeps:
@@ -163,40 +194,23 @@ def _measure(
     metric: Metric,
     reference: Reference | None,
     min_norm: float,
-    budget_flop: float | None,
+    drawn: Plan,
+    asked: Sequence[MetricSpec],
     seconds: dict[str, float],
 ) -> HealthTable:
-    flop = _cost(csr)
-    allowed = {name: budget_flop is None or cost <= budget_flop for name, cost in flop.items()}
-
-    def run(name: str, work: Callable[[], T]) -> T:
-        with timed() as time:
-            result = work()
-        seconds[name] = time["seconds"]
-        return result
-
-    admission = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
-    means = run("P2", lambda: passes.centroid(csr, sweeps, admission, cosine=metric == "cosine"))
-    radii = run("P3", lambda: passes.radius(csr, sweeps, admission, means))
-    order = run("P4", lambda: passes.order(csr, admission, radii)) if allowed["P4"] else None
-    pairs = run("P7", lambda: passes.pairs(means, radii, admission.size)) if allowed["P7"] else None
-    several = int((admission.size > 0).sum()) > 1
-    points = (
-        run("P8", lambda: passes.points(csr, admission, means, radii))
-        if allowed["P8"] and several
-        else None
-    )
-    facts = Facts(metric == "cosine", reference, admission, means, radii, order, pairs, points)
-    broken = _contradictions(facts)
-    ran = {"P4": order is not None, "P7": pairs is not None, "P8": points is not None}
+    facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, drawn, seconds)
+    disagreements = contradictions(facts)
+    broken = np.zeros(csr.clusters, dtype=np.bool_)
+    for clusters in disagreements.values():
+        broken[clusters] = True
     readings = {}
-    for name, spec in METRICS.items():
-        if ran.get(spec.pass_name, True):
+    for spec in asked:
+        if spec.pass_name in seconds:
             reading = spec.read(facts)
         else:
-            skipped = not allowed[spec.pass_name]
+            skipped = spec.pass_name not in drawn.allowed
             reading = _unknown(facts, Status.SKIPPED_BUDGET if skipped else Status.U_CONTEXT)
-        readings[name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
+        readings[spec.name] = reading if spec.pass_name == "P1" else _distrust(reading, broken)
     return HealthTable(
         metric=metric,
         dim=csr.dim,
@@ -204,24 +218,74 @@ def _measure(
         aux=_aux(facts),
         facts=facts,
         pass_seconds=seconds,
-        pass_flop=flop,
+        pass_flop=drawn.flop,
+        pass_bytes=drawn.workspace_bytes,
         backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
         breaches=np.flatnonzero(broken).astype(np.int64),
+        disagreements=disagreements,
     )
 
 
-def _cost(csr: Csr) -> dict[str, float]:
-    """Floating-point operations of each pass, known before it starts."""
-    rows, dim, clusters = float(len(csr.rows)), float(csr.dim), float(csr.clusters)
-    sort = rows * max(1.0, np.log2(max(rows, 2)))
-    return {
-        "P1": 2 * rows * dim,
-        "P2": 2 * rows * dim,
-        "P3": 3 * rows * dim,
-        "P4": 4 * sort,
-        "P7": 3 * clusters * clusters * dim,
-        "P8": 2 * rows * clusters * dim,
-    }
+def _run(
+    csr: Csr,
+    sweeps: Sweeps,
+    cosine: bool,
+    reference: Reference | None,
+    min_norm: float,
+    drawn: Plan,
+    seconds: dict[str, float],
+) -> Facts:
+    """Every pass that is allowed, in order; `seconds` gets an entry for each that ran."""
+
+    def run(name: str, work: Callable[[], T]) -> T:
+        with timed() as time:
+            result = work()
+        seconds[name] = time["seconds"]
+        return result
+
+    def may(name: str, work: Callable[[], T]) -> T | None:
+        return run(name, work) if name in drawn.allowed else None
+
+    found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm))
+    means = run("P2", lambda: passes.centroid(csr, sweeps, found, cosine=cosine))
+    radii = run("P3", lambda: passes.radius(csr, sweeps, found, means))
+    order = may("P4", lambda: passes.order(csr, found, radii))
+    size, radius2 = found.size, radii.radius2
+    members = Members.of(csr, found.good, size, means.weight, means.mean)
+    rms = np.sqrt(radii.within / np.maximum(size, 1))
+    centre = may("P5", lambda: robust(csr, members, radius2, rms))
+    shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
+    pairs = may("P7", lambda: passes.pairs(means, radii, size))
+    several = int((size > 0).sum()) > 1
+    points = may("P8", lambda: passes.points(csr, found, means, radii)) if several else None
+    near = edges = sums = None
+    if order is not None:
+        copies = order.copy_of
+        near = may("P9", lambda: neighbours(csr, members, radius2, copies))
+    if near is not None and order is not None:
+        lists, heat = near, near.bandwidth**2
+        edges = may("P10", lambda: graph(csr, found.good, size, lists))
+        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat))
+    split = None
+    if shape is not None:
+        upper = shape.upper
+        split = may("P12", lambda: halves(csr, members, upper))
+    return Facts(
+        cosine=cosine,
+        reference=reference,
+        admission=found,
+        centroids=means,
+        radii=radii,
+        order=order,
+        pairs=pairs,
+        points=points,
+        robust=centre,
+        spectrum=shape,
+        neighbours=near,
+        graph=edges,
+        gauss=sums,
+        halves=split,
+    )
 
 
 def _unknown(facts: Facts, why: Status) -> Reading:
@@ -230,14 +294,6 @@ def _unknown(facts: Facts, why: Status) -> Reading:
     undefined = why is Status.U_CONTEXT
     status = np.where((size == 0) & undefined, Status.U_SIZE, why).astype(np.uint8)
     return Reading(np.full(len(size), np.nan), status)
-
-
-def _contradictions(facts: Facts) -> Bool:
-    """Where P1 disagrees with P2 and P3 about the sum of |x|^2 (in a cosine store: about n)."""
-    mean = facts.centroids.mean
-    seen = facts.size if facts.cosine else facts.admission.norm2_sum
-    rebuilt: F64 = facts.radii.within + facts.size * np.einsum("kd,kd->k", mean, mean)
-    return ~(np.abs(seen - rebuilt) <= AGREEMENT * np.maximum(seen, rebuilt))
 
 
 def _distrust(reading: Reading, broken: Bool) -> Reading:
@@ -270,4 +326,13 @@ def _aux(facts: Facts) -> dict[str, npt.NDArray[Any]]:
         aux["davies_bouldin_partner"] = facts.pairs.partner
     if facts.points is not None:
         aux["misassigned_rows"] = facts.points.misassigned
+    if facts.robust is not None:
+        aux["geometric_median_steps"] = facts.robust.steps
+    if facts.spectrum is not None:
+        aux["vendi_score_order2"] = 1.0 / facts.spectrum.direction_purity
+        aux["coding_rate_centred"] = facts.spectrum.coding_rate_centred
+    if facts.neighbours is not None:
+        aux["diameter"] = facts.neighbours.diameter
+    if facts.gauss is not None:
+        aux["heat_capacity"] = facts.gauss.heat_capacity
     return aux

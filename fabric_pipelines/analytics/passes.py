@@ -27,6 +27,7 @@ from fabric_pipelines.analytics.csr import (
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps
+from fabric_pipelines.analytics.threads import run_side_by_side
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
 COINCIDENT = 1e-12
@@ -79,9 +80,11 @@ class Radii:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """P4. Distinct rows (bytes compared) and quantiles of the radii."""
+    """P4. Distinct rows (bytes compared) and quantiles of the radii; per row copy_of, equal for equal rows of a
+    cluster."""
 
     distinct: I64
+    copy_of: I64
     median: F64
     p95: F64
     p99: F64
@@ -171,14 +174,20 @@ def order(csr: Csr, admitted: Admission, radii: Radii) -> Order:
     median, p95, p99 = segment_quantiles(
         length, admitted.good, owner, csr.clusters, (0.5, 0.95, 0.99)
     )
-    return Order(_distinct(csr, admitted.hash, owner), median, p95, p99)
+    copy_of = _copies(csr, admitted.hash, owner)
+    by_copy = np.lexsort((copy_of, owner))
+    fresh = np.ones(len(owner), dtype=np.bool_)
+    fresh[1:] = (np.diff(owner[by_copy]) != 0) | (np.diff(copy_of[by_copy]) != 0)
+    distinct = np.bincount(owner[by_copy[fresh]], minlength=csr.clusters)
+    return Order(distinct, copy_of, median, p95, p99)
 
 
-def _distinct(csr: Csr, row_hash: U64, owner: I64) -> I64:
-    """Distinct rows of each cluster. Rows are sorted by half of their hash; equal neighbours are compared byte
-    by byte, and the clusters where it lied (never seen) are counted from their bytes instead."""
+def _copies(csr: Csr, row_hash: U64, owner: I64) -> I64:
+    """A number a row, equal for equal rows of a cluster. Rows are sorted by half of their hash; equal neighbours
+    are compared byte by byte, and clusters where the hash lied (never seen) are numbered by their bytes."""
+    copy_of = np.zeros(len(owner), dtype=np.int64)
     if len(owner) == 0:
-        return csr.sizes
+        return copy_of
     ranked = np.lexsort((row_hash[:, 0], owner))
     same = (owner[ranked][1:] == owner[ranked][:-1]) & (
         row_hash[ranked[1:], 0] == row_hash[ranked[:-1], 0]
@@ -189,12 +198,13 @@ def _distinct(csr: Csr, row_hash: U64, owner: I64) -> I64:
     for part in csr.blocks():
         at = hit[part]
         equal[part] = (words[ranked[at]] == words[ranked[at + 1]]).all(axis=1)
-    repeats = np.bincount(owner[ranked[hit[equal]]], minlength=csr.clusters)
-    distinct: I64 = csr.sizes - repeats
+    first = np.ones(len(owner), dtype=np.bool_)
+    first[hit[equal] + 1] = False
+    copy_of[ranked] = np.cumsum(first)
     for cluster in np.unique(owner[ranked[hit[~equal]]]):
-        own = words[csr.indptr[cluster] : csr.indptr[cluster + 1]]
-        distinct[cluster] = len(np.unique(own, axis=0))
-    return distinct
+        own = slice(csr.indptr[cluster], csr.indptr[cluster + 1])
+        copy_of[own] = np.unique(words[own], axis=0, return_inverse=True)[1].reshape(-1)
+    return copy_of
 
 
 def pairs(centroids: Centroids, radii: Radii, size: I64) -> Pairs:
@@ -296,7 +306,8 @@ def _nearest_other(
     column[filled] = np.arange(len(filled))
     width = min(len(filled), 1024)
     mean_least, near_least = np.empty(len(csr.rows)), np.empty(len(csr.rows))
-    for rows in csr.blocks(max(width, csr.dim), TILE_VALUES):
+
+    def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
         block = csr.rows[rows].astype(np.float64)
         block[weight == 0] = 0.0
@@ -316,4 +327,6 @@ def _nearest_other(
             mean = np.minimum(mean, tile.min(axis=1))
         near_least[rows] = np.maximum(near + row_norm2, 0.0)
         mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
+
+    run_side_by_side(measure, csr.blocks(max(width, csr.dim), TILE_VALUES))
     return mean_least, near_least

@@ -15,6 +15,7 @@ from fabric_pipelines.analytics.csr import F64, I64, U64, Csr
 from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
 from fabric_pipelines.analytics.reference.row_admit import row_admit
+from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
 
 
 class Admitted(NamedTuple):
@@ -60,24 +61,34 @@ class CpuSweeps:
         count = len(self._csr.rows)
         norm2, flag = np.empty(count), np.empty(count, dtype=np.uint8)
         row_hash = np.empty((count, 2), dtype=np.uint64)
-        for rows in self._csr.blocks():
+
+        def admit(rows: slice) -> None:
             norm2[rows], flag[rows], row_hash[rows] = row_admit(self._csr.rows[rows], min_norm)
+
+        run_side_by_side(admit, self._csr.blocks())
         return Admitted(norm2, flag, row_hash)
 
     def centroid(self, weight: F64) -> F64:
         csr = self._csr
         total = np.zeros((csr.clusters, csr.dim))
-        for rows in csr.blocks():
+
+        def sums(rows: slice) -> tuple[slice, F64]:
             clusters, local = _segments(csr.indptr, rows)
-            total[clusters] += csr_centroid(csr.rows[rows], weight[rows], local)
+            return clusters, csr_centroid(csr.rows[rows], weight[rows], local)
+
+        for clusters, part in side_by_side(sums, csr.blocks()):
+            total[clusters] += part  # in the order of the blocks, whichever was ready first
         return total
 
     def radius2(self, weight: F64, centroid: F64) -> F64:
         csr = self._csr
         out = np.empty(len(csr.rows))
-        for rows in csr.blocks():
+
+        def measure(rows: slice) -> None:
             clusters, local = _segments(csr.indptr, rows)
             out[rows] = csr_radius(csr.rows[rows], weight[rows], local, centroid[clusters])
+
+        run_side_by_side(measure, csr.blocks())
         return out
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
@@ -115,13 +116,16 @@ class BrokerClient:
         session: str | None = None,
         timeout_s: float = 10,
         credentials: Credentials | None = None,
+        place: str = "",
     ) -> None:
-        """`role` is declared on this machine; off it the certificate of `credentials` decides."""
+        """`role` is declared on this machine; off it the certificate of `credentials` decides. place: what this process
+        holds alone (a locked device); when it attaches, the session that held the place before is over."""
         self.endpoint = require_reachable(endpoint, credentials)
         self._credentials = credentials
         self.role = role
         self.session = session or f"{role}-{uuid.uuid4().hex[:12]}"
         self.timeout_s = timeout_s
+        self._place = place
         self.hold_reason = ""
         self._client: flight.FlightClient | None = None
         self._pid = 0  # of the process that opened the connection
@@ -129,10 +133,17 @@ class BrokerClient:
         self._call_path = call_path(self.endpoint)
         self._lease_call = 0
         self._acknowledged: list[Any] | None = None  # [journal id, LSN]
+        self._enqueued = 0  # rows of the submission under way that were answered for
 
     @classmethod
     def of(
-        cls, settings: Settings, *, role: str, session: str | None = None, timeout_s: float = 10
+        cls,
+        settings: Settings,
+        *,
+        role: str,
+        session: str | None = None,
+        timeout_s: float = 10,
+        place: str = "",
     ) -> BrokerClient:
         """To the broker that settings name, with their credentials where it is on another machine."""
         endpoint = settings.broker_endpoint
@@ -142,6 +153,7 @@ class BrokerClient:
             session=session,
             timeout_s=timeout_s,
             credentials=credentials_for(endpoint, settings),
+            place=place,
         )
 
     def __enter__(self) -> BrokerClient:
@@ -213,20 +225,43 @@ class BrokerClient:
     ) -> SubmissionState:
         """Returns once every batch is durable and the submission closed. Idempotent: after any error call it
         again with the same content, cut as you like; rows that arrived before are not sent again. With
-        `patience` a broker that is full, or gone since it answered, is waited for, and the upload goes on at the row it has got to.
+        `patience` a broker that is full, gone since it answered, or started again by a keeper, is waited for, and the
+        upload goes on at the row it has got to. An error that leaves accepted rows behind, which run, says how many
+        (`accepted_tasks`).
 
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
         pieces = Pieces(batches)
+        self._enqueued = 0
         while True:
             try:
                 return self._submit(submission, pieces, patience)
             except (Backpressure, BrokerUnavailable) as fault:
-                never = self._acknowledged is None and isinstance(fault, BrokerUnavailable)
-                if patience is None or never:  # a broker that was never there is not waited for
-                    raise
-                patience.wait(fault)
+                if patience is None:
+                    raise self._with_account(fault, submission) from fault.__cause__
+                try:
+                    patience.wait(fault, answered=self._acknowledged is not None)
+                except FabricError as last:
+                    raise self._with_account(last, submission) from fault
+            except SubmissionConflict:
+                raise  # what is there is somebody else's
+            except FabricError as fault:
+                raise self._with_account(fault, submission) from fault.__cause__
+
+    def _with_account(self, fault: FabricError, submission: Submission) -> FabricError:
+        """`fault`, which tells what the broker has of the submission all the same, and will run."""
+        accepted, least = self._enqueued, True
+        if not isinstance(fault, BrokerUnavailable):
+            try:
+                state = self.submission(submission.submission_id)
+            except FabricError:
+                state = None  # what was answered before stands
+            if state is not None and state.fingerprint == submission.fingerprint:
+                accepted, least = state.enqueued, False
+        if accepted:
+            fault.leave(submission.submission_id, accepted, submission.tasks, at_least=least)
+        return fault
 
     def _submit(
         self, submission: Submission, pieces: Pieces, patience: Patience | None
@@ -280,9 +315,18 @@ class BrokerClient:
             state = self._require_answer(reader)
         return state
 
-    def submission(self, submission_id: str) -> SubmissionState | None:
-        state = self._call("submission", {"submission_id": submission_id})[0]["state"]
-        return None if state is None else SubmissionState(**state)
+    def submission(
+        self, submission_id: str, *, patience: Patience | None = None
+    ) -> SubmissionState | None:
+        """With `patience` a broker that is away is waited for, as `submit` does."""
+        while True:
+            try:
+                state = self._call("submission", {"submission_id": submission_id})[0]["state"]
+                return None if state is None else SubmissionState(**state)
+            except BrokerUnavailable as fault:
+                if patience is None:
+                    raise
+                patience.wait(fault, answered=self._acknowledged is not None)
 
     def wait(
         self,
@@ -290,32 +334,36 @@ class BrokerClient:
         *,
         timeout_s: float | None = None,
         on_progress: Callable[[SubmissionState], None] | None = None,
+        patience: Patience | None = None,
     ) -> SubmissionState:
         """Until every task is retired or dead; after `timeout_s` the state as it is (see `finished`). A broker
-        that restarts meanwhile is waited for, up to the client's own timeout."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        pause_s, away_since = 0.02, None
+        that is away meanwhile is waited for: with `patience` as `submit` does, else for the client's own timeout.
+        BrokerUnavailable when it is still away after either, or after `timeout_s`."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        away = Patience(self.timeout_s) if patience is None else patience
+        pause_s = 0.02
         while True:
             try:
                 state = self.submission(submission_id)
-                away_since = None
-            except BrokerUnavailable:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self.timeout_s:
+            except BrokerUnavailable as fault:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
                     raise
-                state = None
-            else:
-                if state is None:
-                    raise SubmissionConflict(
-                        f"submission {submission_id[:12]} is not known to the broker at {self.endpoint}"
-                    )
-                if on_progress is not None:
-                    on_progress(state)
-                if state.finished or (until is not None and time.monotonic() >= until):
-                    return state
+                answered = patience is None or self._acknowledged is not None
+                away.wait(fault, answered=answered, most_s=left_s)
+                continue
+            away.progressed()
+            if state is None:
+                raise SubmissionConflict(
+                    f"submission {submission_id[:12]} is not known to the broker at {self.endpoint}"
+                )
+            if on_progress is not None:
+                on_progress(state)
+            left_s = until - time.monotonic()
+            if state.finished or left_s <= 0:
+                return state
             pause_s = min(pause_s * 1.5, 0.5)
-            left = pause_s if until is None else until - time.monotonic()
-            time.sleep(max(0.0, min(pause_s, left)))
+            time.sleep(min(pause_s, left_s))
 
     # -- consumer
 
@@ -335,6 +383,7 @@ class BrokerClient:
             "engine_fingerprint": engine_fingerprint,
             "device": device,
             "profile": profile.as_json(),
+            **({"place": self._place} if self._place else {}),
         }
         self._lease_call = head["call"] = max(self._lease_call + 1, time.time_ns())
         reply, _ = self._call("attach", head, ids_part(held))
@@ -490,7 +539,9 @@ class BrokerClient:
             return None
         head = json.loads(bytes(found))
         raise_error(head)
-        return SubmissionState(**self._note(head))
+        state = SubmissionState(**self._note(head))
+        self._enqueued = state.enqueued
+        return state
 
     def _require_answer(self, reader: Any) -> SubmissionState:
         state = self._read_answer(reader)

@@ -316,7 +316,7 @@ class Core:
             facts.append(Claimed(self.state.next_lease, name, claimed))
         dropped = np.setdiff1d(self._held_by(name), tasks, assume_unique=True)
         if len(dropped):
-            facts.append(_returned(name, "not held any more at attach", dropped))
+            facts.append(Returned.of(name, "not held any more at attach", dropped))
         accepted = self.state.task_ids(np.sort(np.concatenate([kept, claimed]))).tolist()
         lost = sorted(set(map(int, held)) - set(accepted))
         return facts, AttachReply(
@@ -540,9 +540,9 @@ class Core:
         if not len(ours):
             return [], 0
         if not attempted:
-            return [_returned(name, reason, ours)], len(ours)
+            return [Returned.of(name, reason, ours)], len(ours)
         reason = f"{reason}, held by session {name}"
-        return [_returned(name, reason, ours, self._blamed(ours))], len(ours)
+        return [Returned.of(name, reason, ours, self._blamed(ours))], len(ours)
 
     def detach(self, name: str) -> list[Fact]:
         """The session is over: its leases come back, its pulls are forgotten."""
@@ -551,28 +551,39 @@ class Core:
         self.roster.left(name)
         self._computed.release(name)
         held = self._held_by(name)
-        return [_returned(name, "session detached", held)] if len(held) else []
+        return [Returned.of(name, "session detached", held)] if len(held) else []
 
     def tick(self, now_s: float) -> list[Fact]:
         """Leases of sessions that did not renew run out; what nobody claimed after a restart is ready again."""
-        facts: list[Fact] = []
-        for session in [s for s in self.sessions.values() if s.deadline_s < now_s]:
-            del self.sessions[session.name]
-            self._supply.release(session.name)
-            self.roster.lost(session.name, now_s)
-            held = self._held_by(session.name)
-            if len(held):
-                reason = f"session {session.name} did not renew its lease"
-                blamed = self._blamed(held)
-                facts.append(_returned(session.name, reason, held, blamed, expired=True))
+        silent = [s for s in self.sessions.values() if s.deadline_s < now_s]
+        facts = self._ended(silent, "did not renew its lease", now_s)
         if now_s >= self._grace_s and self.state.accounts.in_state(IN_DOUBT):
             doubtful = self.state.in_state(IN_DOUBT)
             reason = "not claimed within the lease time after a restart"
-            facts.append(_returned("", reason, doubtful, expired=True))
+            facts.append(Returned.of("", reason, doubtful, expired=True))
         self._resuming = self._resuming and now_s < self._grace_s
         self.roster.forget(now_s)
         if self.state.refused and not self._resuming:
             facts += given_up(self.state, self.roster.known)
+        return facts
+
+    def displaced(self, by: Session, now_s: float) -> list[Fact]:
+        """One process holds a place at a time: whoever called from it before `by` did has ended."""
+        sessions = self.sessions.values() if by.place else ()
+        before = [
+            s for s in sessions if s.place == by.place and s.name != by.name and s.call < by.call
+        ]
+        return self._ended(before, f"has ended: {by.name} runs in its place", now_s)
+
+    def _ended(self, sessions: Iterable[Session], why: str, now_s: float) -> list[Fact]:
+        facts: list[Fact] = []
+        for name in [session.name for session in sessions]:
+            del self.sessions[name]
+            self._supply.release(name)
+            self.roster.lost(name, now_s)
+            if len(held := self._held_by(name)):
+                blamed = self._blamed(held)
+                facts.append(Returned.of(name, f"session {name} {why}", held, blamed, expired=True))
         return facts
 
     def _blamed(self, held: Sequences) -> npt.NDArray[np.uint8]:
@@ -675,18 +686,3 @@ class Core:
         tasks = task_ids - np.int64(self.state.incarnation << SEQUENCE_BITS)
         known = (tasks >= 0) & (tasks < self.state.index.count)
         return np.where(known, tasks, 0), known
-
-
-def _returned(
-    name: str,
-    reason: str,
-    tasks: Sequences,
-    verdicts: npt.NDArray[np.uint8] | None = None,
-    *,
-    expired: bool = False,
-) -> Returned:
-    """`verdicts` are given for work that had started; without them nothing is blamed."""
-    started = verdicts is not None
-    if verdicts is None:
-        verdicts = np.full(len(tasks), Verdict.RETURNED, np.uint8)
-    return Returned(name, reason[:256], expired, started, tasks, verdicts)

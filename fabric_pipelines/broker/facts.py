@@ -167,6 +167,22 @@ class Returned:
     tasks: Sequences
     verdicts: Bytes8
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        reason: str,
+        tasks: Sequences,
+        verdicts: Bytes8 | None = None,
+        *,
+        expired: bool = False,
+    ) -> Returned:
+        """`verdicts` are given for work that had started; without them nothing is blamed."""
+        started = verdicts is not None
+        if verdicts is None:
+            verdicts = np.full(len(tasks), Verdict.RETURNED, np.uint8)
+        return cls(name, reason[:256], expired, started, tasks, verdicts)
+
     def encode(self) -> list[Piece]:
         head = {"session": self.session, "reason": self.reason, "started": self.started}
         return pack(head, [as_part(self.tasks), as_part(self.verdicts)])

@@ -9,11 +9,12 @@ from typing import Any
 
 from fabric_pipelines.broker.fields import COUNT_MAX, NAME_MAX, shown
 from fabric_pipelines.broker.replies import ACKNOWLEDGED
-from fabric_pipelines.broker.roles import TENANT, Identity, require_tenant
+from fabric_pipelines.broker.roles import Identity, require_tenant
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.ids import SEQUENCE_MAX, canonical_json
 from fabric_pipelines.records.shape import require_function, sampling_kind
 from fabric_pipelines.records.submission import Submission
+from fabric_pipelines.settings import TENANT
 
 BESIDE_HEADER = frozenset({"protocol", "role", ACKNOWLEDGED})
 HEADER_BYTES_MAX = 1 << 20

@@ -552,11 +552,14 @@ class Owner:
         held: Sequence[int],
         call: int = -1,
         tenant: str | None = None,
+        place: str = "",
     ) -> AttachReply:
-        deadline = self.clock.monotonic_s() + self.limits.lease_s
+        now_s = self.clock.monotonic_s()
         session = Session(
-            name, engine, engine_fingerprint, device, profile, deadline, call=call, tenant=tenant
+            name, engine, engine_fingerprint, device, profile, now_s + self.limits.lease_s
         )
+        session.call, session.tenant, session.place = call, tenant, place
+        self._log(self.core.displaced(session, now_s))
         facts, reply = self.core.attach(session, held)
         self._log(facts)
         return reply

@@ -13,16 +13,15 @@ permission to say.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fabric_pipelines.broker.fields import shown
 from fabric_pipelines.errors import WrongRole, WrongTenant
+from fabric_pipelines.settings import TENANT
 
 EVERY_TENANT = "*"
-TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SCHEME = "fabric://"
 
 PRODUCER, CONSUMER, COMPLETION, ADMIN = "producer", "consumer", "completion", "admin"

@@ -224,9 +224,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         fingerprint, held = fields.text(head, "engine_fingerprint"), _ids(parts[0]).tolist()
         call = fields.count(head, "call", most=fields.NUMBER_MAX)
         tenant = who.tenant if who.bound else None
+        place = who.session(fields.text(head, "place")) if head.get("place") else ""
         return self._ask(
             lambda owner: owner.attach(
-                name, engine, fingerprint, device, profile, held, call, tenant
+                name, engine, fingerprint, device, profile, held, call, tenant, place
             ),
             Rank.ACKNOWLEDGE,
         )

@@ -28,7 +28,8 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """A consumer that is attached now; with `tenant` it gets that one's tasks only. `call` numbers its attaches and leases: one that comes again gets the
+    """A consumer that is attached now; with `tenant` it gets that one's tasks only. place: what its process holds alone
+    (a device), "" for nothing. `call` numbers its attaches and leases: one that comes again gets the
     same lease again instead of a second one that nobody hears of, one that comes late changes nothing."""
 
     name: str
@@ -43,6 +44,7 @@ class Session:
     tenant: str | None = None
     kind: str = ""  # its class of consumers
     held_back: str = ""
+    place: str = ""
 
     def __post_init__(self) -> None:
         self.kind = class_of(self.engine, self.engine_fingerprint, self.profile)

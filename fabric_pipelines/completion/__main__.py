@@ -27,6 +27,7 @@ from fabric_pipelines.dataplane.watch import Watch
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError, as_line, storage_failed
 from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.waits import Waits
 
 TICK_S = 0.1
 
@@ -57,7 +58,9 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
 
     decode, lake = Decoder(settings.models), Lake.of(settings)
     # two for bulk, of which the governor may use one or both, and one for what must not wait
-    target, *more = (Writer(database, decode=decode, lake=lake) for _ in range(3))
+    target, *more = (
+        Writer(database, decode=decode, lake=lake, elastic=bulk) for bulk in (True, True, False)
+    )
     return Receiver(
         open_source=lambda: BrokerClient.of(settings, role="completion"),
         target=target,
@@ -68,7 +71,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
     )
 
 
-def run(receiver: Receiver, account: Account) -> None:
+def run(receiver: Receiver, account: Account, waits: Waits) -> None:
     """Until SIGTERM or SIGINT."""
     asked: list[int] = []
 
@@ -82,6 +85,7 @@ def run(receiver: Receiver, account: Account) -> None:
         while not asked:
             account.keep()
             pause_s = receiver.step()
+            waits.tell(receiver.waits_for)
             if not pause_s and not ready:
                 ready = True
                 sys.stdout.write(f"completion ready, process {os.getpid()}\n")
@@ -109,7 +113,8 @@ def main() -> int:
         stack.callback(account.close)
         stack.callback(watch.close)
         watch.start()
-        run(receiver, account)
+        waits = stack.enter_context(Waits(settings.waits_dir, "completion", say=_say))
+        run(receiver, account, waits)
     return 0
 
 

@@ -131,7 +131,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Receiver:
-    """open_source: makes a broker client. target, more_targets: writers, each used by one thread at a time; with more
+    """open_source: makes a broker client. target, more_targets: writers, each with a thread of its own; with more
     than one the last is kept for what is not bulk. register: makes journal and database known to each other, called
     with (journal id, incarnation, tasks retired or dead) on each new connection. say: one line to people."""
 
@@ -148,17 +148,24 @@ class Receiver:
     _incarnation: int = 0
     _held: list[_Held] = field(default_factory=list)
     _pause_s: float = 0.0
+    _waits_for: str = ""
     _again: bool = False  # a new session is handed again what is held, so nothing is pulled before that is done
     _targets: list[Target] = field(init=False)
-    _threads: ThreadPoolExecutor = field(init=False)
+    _threads: list[ThreadPoolExecutor] = field(init=False)
 
     def __post_init__(self) -> None:
         self._targets = [self.target, *self.more_targets]
-        self._threads = ThreadPoolExecutor(len(self._targets), "writer")
+        # one each and not a pool: a thread that gives way for bulk (cpu_slices.py) must never carry what is not
+        self._threads = [ThreadPoolExecutor(1, f"writer-{at}") for at in range(len(self._targets))]
 
     @property
     def holds(self) -> int:
         return sum(held.batch.num_rows for held in self._held)
+
+    @property
+    def waits_for(self) -> str:
+        """What went wrong in the last step and may heal; "" when all is well."""
+        return self._waits_for
 
     def step(self, *, wait_s: float = PULL_WAIT_S) -> float:
         """Do the next piece of work; returns how long to pause before the next step: 0 when all is well and
@@ -175,13 +182,16 @@ class Receiver:
             return self._pause(fault)
         if self._pause_s:
             self.say("completion goes on")
-        self._pause_s = 0.0
+        self._pause_s, self._waits_for = 0.0, ""
         self.gate.waited(gate_s)
         return gate_s
 
     def close(self) -> None:
         """Hand back what was pulled and is not retired. Idempotent; the other side may be gone."""
-        self._threads.shutdown()  # a landing that runs is awaited: its rows are handed back all the same
+        for (
+            thread
+        ) in self._threads:  # a landing that runs is awaited: its rows are handed back all the same
+            thread.shutdown()
         for target in self._targets:
             target.close()
         source, self._source = self._source, None
@@ -269,7 +279,7 @@ class Receiver:
             held.at = at
             busy.add(at)
             held.leave = self.gate.admit(held.batch, bulk=held.bulk)
-            held.running = self._threads.submit(self._targets[at].land, held.batch)
+            held.running = self._threads[at].submit(self._targets[at].land, held.batch)
         return 0.0
 
     def _free(self, held: _Held, busy: set[int | None]) -> int | None:
@@ -332,6 +342,7 @@ class Receiver:
 
     def _pause(self, fault: FabricError) -> float:
         self.counters.faults += 1
+        self._waits_for = str(fault)
         if not self._pause_s:
             self.say(f"completion waits, holding {self.holds} tasks: {fault}")
         if isinstance(fault, BrokerUnavailable) and self._source is not None:

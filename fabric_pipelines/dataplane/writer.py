@@ -22,6 +22,7 @@ from psycopg import sql
 
 from fabric_pipelines.dataplane.account import multirange
 from fabric_pipelines.dataplane.cost import Meter
+from fabric_pipelines.dataplane.cpu_slices import LONG_NS, BackendSlice, ask
 from fabric_pipelines.dataplane.database import (
     Connection,
     Database,
@@ -86,12 +87,20 @@ class Writer:
     """Lands batches over one connection, which it opens when needed and drops after a fault."""
 
     def __init__(
-        self, database: Database, *, decode: Decode | None = None, lake: Lake | None = None
+        self,
+        database: Database,
+        *,
+        decode: Decode | None = None,
+        lake: Lake | None = None,
+        elastic: bool = False,
     ) -> None:
-        """decode: makes text of tokens. lake: takes vectors that no column holds; without one they die."""
+        """decode: makes text of tokens. lake: takes vectors that no column holds; without one they die.
+        elastic: the thread that lands, for good, and its backend give way for the CPU."""
         self._database = database
         self._decode = decode
         self._lake = lake
+        self._elastic = elastic
+        self._slice = BackendSlice()
         self._connection: Connection | None = None
         self._meter: Meter | None = None
         self._identity: Identity | None = None
@@ -99,6 +108,8 @@ class Writer:
 
     def land(self, batch: pa.RecordBatch) -> Landed:
         """See `land`. After a CommitInDoubt, the same batch handed in again is settled first."""
+        if self._elastic:
+            ask(LONG_NS)
         connection, identity = self._open()
         try:
             settled = self._settle(connection, batch, identity)
@@ -107,7 +118,12 @@ class Writer:
             if self._lake is not None and identity.vector_type == "halfvec":
                 batch = spill(batch, self._lake, self._database)
             landed = land(
-                connection, batch, identity=identity, decode=self._decode, meter=self._meter
+                connection,
+                batch,
+                identity=identity,
+                decode=self._decode,
+                meter=self._meter,
+                backend=self._slice,
             )
         except CommitInDoubt as fault:
             self._doubt = fault
@@ -133,6 +149,7 @@ class Writer:
         if self._connection is not None:
             self._connection.close()
             self._connection = self._meter = None
+            self._slice = BackendSlice()
 
     def _open(self) -> tuple[Connection, Identity]:
         """Raises IncarnationMismatch when another database answers at the URL than at first."""
@@ -161,6 +178,8 @@ class Writer:
                 f"database {identity.database_id} answers where {known.database_id} was before: "
                 "point FABRIC_PG_URL to the former one, or restart completion"
             )
+        if self._elastic:
+            self._slice = BackendSlice.of(connection)
         self._identity = identity
         self._meter = Meter(connection)
 
@@ -185,9 +204,10 @@ def land(
     identity: Identity,
     decode: Decode | None = None,
     meter: Meter | None = None,
+    backend: BackendSlice = BackendSlice(),  # noqa: B008 frozen
 ) -> Landed:
     """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters. `meter`: the one
-    of this connection; without one no costs are known.
+    of this connection; without one no costs are known. `backend`: is hurried while it commits.
 
     Raises SchemaError for a wrong batch, CommitInDoubt when the answer to COMMIT was lost, else what the
     database's fault translates to; then nothing of the batch is in the database.
@@ -208,7 +228,8 @@ def land(
                 connection.execute("rollback")
             raise
         began = time.perf_counter()
-        _commit(connection, landed, identity)
+        with backend.hurried():
+            _commit(connection, landed, identity)
         commit_ms = (time.perf_counter() - began) * 1e3
     return replace(landed, wal_bytes=meter.seal(), commit_ms=commit_ms)
 

@@ -229,10 +229,11 @@ class Worker(Actor):
     def __init__(self, world: Surroundings, name: str, number: int) -> None:
         super().__init__(world, name)
         self._profile = PROFILES[number % len(PROFILES)]
+        self._place = name if number % 2 else ""  # the others' leases run out when they are killed
 
     def start(self) -> None:
         self._session = f"{self.name}.{self.life}"
-        self._call = 0
+        self._call = self.life << 32  # as the time at which a process began
         self._attached = self._busy = self._attaching = False
         self._waiting: deque[Piece] = deque()
         self._running: Piece | None = None
@@ -251,12 +252,12 @@ class Worker(Actor):
         held = self._held()
         ids = np.concatenate([nothing, *(piece.ids for piece in held)]).tolist()
         rows = np.concatenate([nothing, *(piece.rows for piece in held)])
-        self.world.auditor.attaching(self._session, rows)
+        self.world.auditor.attaching(self._session, rows, self._place)
         self._call += 1
-        name, profile, call = self._session, self._profile, self._call
+        name, profile, call, place = self._session, self._profile, self._call, self._place
         self.world.send(
             self,
-            lambda owner: owner.attach(name, ENGINE, "f", name, profile, ids, call),
+            lambda owner: owner.attach(name, ENGINE, "f", name, profile, ids, call, place=place),
             self._is_attached,
             self._not_attached,
         )

@@ -57,6 +57,7 @@ class Auditor:
         self.holder = np.full(count, NOBODY, np.int32)
         self.sessions: dict[str, int] = {}
         self.heard_s: list[float] = []  # last answered renewal, by session
+        self.places: dict[str, set[str]] = {}  # sessions that came from them
         self._recent: deque[tuple[float, Rows]] = deque()
         self._lost_s = -1.0  # when the broker died last
 
@@ -105,12 +106,16 @@ class Auditor:
             self._recent.popleft()
         self._recent.append((given_s, rows))
 
-    def attaching(self, session: str, held: Rows) -> None:
-        """Whatever the session does not name may go to anybody from now on."""
-        at = self.sessions.get(session)
-        if at is not None:
-            mine = np.flatnonzero(self.holder == at)
-            self.holder[np.setdiff1d(mine, held)] = NOBODY
+    def attaching(self, session: str, held: Rows, place: str = "") -> None:
+        """Whatever the session does not name may go to anybody from now on, and so may all that others from its
+        place held."""
+        before = self.places.setdefault(place, set()) if place else set()
+        for name in before | {session}:
+            at = self.sessions.get(name)
+            if at is not None:
+                mine = np.flatnonzero(self.holder == at)
+                self.holder[np.setdiff1d(mine, held) if name == session else mine] = NOBODY
+        before.add(session)
 
     def reporting(self, rows: Rows, failed: npt.NDArray[np.bool_]) -> None:
         """A report is on its way: what failed may go to anybody from now on."""

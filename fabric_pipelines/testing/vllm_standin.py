@@ -7,7 +7,6 @@ be compared; prompts share blocks as in vLLM's prefix cache. It computes nothing
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import threading
 import time
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from fabric_pipelines.testing.contract import Contract
 
 BLOCK = 16
 
@@ -52,45 +53,6 @@ class _State:
     params: Any
     output: list[int] = field(default_factory=list)
     cached: int = 0
-
-
-class Contract:
-    """The facts of tests/contracts/vllm_*.json."""
-
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.version: str = facts["source"]["version"]
-        self._facts = facts
-
-    def names(self, name: str) -> list[str]:
-        return list(self._facts["fields"][name]["names"])
-
-    def keywords(self, name: str) -> list[str]:
-        call = self._facts["calls"][name]
-        return [*call["positional"], *call["keyword_only"]]
-
-    def bind(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, or TypeError as the real signature raises it."""
-        call = self._facts["calls"][name]
-        kind, required = inspect.Parameter, set(call["required"])
-        parameters = [
-            kind(name, how, default=kind.empty if name in required else None)
-            for names, how in (
-                (call["positional"], kind.POSITIONAL_OR_KEYWORD),
-                (call["keyword_only"], kind.KEYWORD_ONLY),
-            )
-            for name in names
-        ]
-        if call["extra_keywords"]:
-            parameters.append(kind("extra", kind.VAR_KEYWORD))
-        bound = inspect.Signature(parameters).bind(*args, **kwargs).arguments
-        extra = bound.pop("extra", {})
-        return {**bound, **extra}
-
-    def value(self, name: str, **fields: Any) -> SimpleNamespace:
-        """An object of the contract's class `name`; AssertionError for a field that it does not have."""
-        unknown = set(fields) - set(self.names(name))
-        assert not unknown, f"{name} has no field {', '.join(sorted(unknown))}"
-        return SimpleNamespace(**fields)
 
 
 def standin(facts: Mapping[str, Any], *, vocab_size: int, faults: Faults) -> dict[str, ModuleType]:

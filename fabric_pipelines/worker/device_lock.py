@@ -2,19 +2,26 @@
 
 The kernel drops a flock with its process, so a killed worker never leaves a device locked. A CUDA device is
 locked for the whole machine, since every home shares the card; a "cpu:N" slot only within its home.
+
+The lock file carries an id of its own beside its holder. With the machine's boot it names the place that the holder
+has to itself, so that a broker which hears of a new holder need not wait for the one before.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import tempfile
+import uuid
 from pathlib import Path
 from types import TracebackType
 
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed, UsageError
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PLACE_LINE = re.compile(r"place ([0-9a-f]{32})")
 DEVICE_NAME = re.compile(r"(cpu|cuda):(\d+)")
 
 
@@ -41,6 +48,7 @@ class DeviceLock:
         self._engine = engine
         self._path = lock_path(device, runtime_dir)
         self._fd = -1
+        self.place = ""  # while the lock is held: what no other process of any machine holds
 
     def __enter__(self) -> DeviceLock:
         try:
@@ -55,15 +63,22 @@ class DeviceLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 256, 0).decode(errors="replace").strip()
+            holder = self._text().partition("\n")[0].strip()
             self._close()
             raise AlreadyRunning(
                 f"device {self._device} already runs an engine ({holder or 'holder starting'}): "
                 "one device runs one engine, so stop that worker first or use another device"
             ) from None
+        known = PLACE_LINE.search(self._text())
+        mark = known[1] if known else uuid.uuid4().hex
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{self._engine}, pid {os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{self._engine}, pid {os.getpid()}\nplace {mark}\n".encode(), 0)
+        # Two machines may hold copies of one file, but not one boot.
+        self.place = hashlib.sha256(mark.encode() + BOOT_ID.read_bytes()).hexdigest()[:32]
         return self
+
+    def _text(self) -> str:
+        return os.pread(self._fd, 512, 0).decode(errors="replace")
 
     def __exit__(
         self,

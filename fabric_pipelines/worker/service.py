@@ -16,18 +16,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.clock import SYSTEM_CLOCK
 from fabric_pipelines.errors import ManifestRefused
+from fabric_pipelines.models import contents
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.waits import Waits
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
 from fabric_pipelines.worker.engines.door import Engine
-from fabric_pipelines.worker.engines.registry import construct_engine
+from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
+from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, probe
 from fabric_pipelines.worker.pulse import Pulse
 
 LOG = logging.getLogger("fabric.worker")
@@ -57,12 +61,38 @@ def run_engine(
     name: str, settings: Settings, *, device: str, until_idle: bool = False
 ) -> dict[str, Any]:
     """The registry's engine `name` as a worker; the exit line's counters."""
+    engine = _constructed(name, settings, device)
+    return run_worker(engine, settings, device=device, until_idle=until_idle)
+
+
+def probe_engine(name: str, settings: Settings, *, device: str) -> tuple[Probed, Path]:
+    """Measure an engine as a worker would run it, alone on its device; the profile found and where it is kept."""
+    engine = _constructed(name, settings, device)
+    require_manifest(engine, device)
+    folder = engine_folder(name, settings.models)
+    facts = contents(folder)["facts"]
+    layers = facts.get("layers", 0)
+    make_runtime_folder(settings.runtime_dir)
+    with DeviceLock(device, engine.name, settings.runtime_dir):
+        engine.open()
+        try:
+            probed = probe(
+                engine,
+                device=device,
+                vocab_size=facts["vocab_size"],
+                layer=layers if isinstance(layers, int) else max(layers),
+            )
+        finally:
+            engine.close()
+    return probed, keep(probed, settings.models)
+
+
+def _constructed(name: str, settings: Settings, device: str) -> Engine:
     kind = device_kind(device)
     if kind == "cuda":
         # Before any CUDA library loads: the process then sees one card, as its device 0.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.partition(":")[2])
-    engine = construct_engine(name, cache=settings.models, threads=settings.threads, device=kind)
-    return run_worker(engine, settings, device=device, until_idle=until_idle)
+    return construct_engine(name, cache=settings.models, threads=settings.threads, device=kind)
 
 
 def run_worker(
@@ -72,9 +102,10 @@ def run_worker(
     require_manifest(engine, device)
     make_runtime_folder(settings.runtime_dir)
     with (
-        DeviceLock(device, engine.name, settings.runtime_dir),
-        _opened(engine),
-        BrokerClient.of(settings, role="consumer") as client,
+        DeviceLock(device, engine.name, settings.runtime_dir) as lock,
+        _opened(engine, settings, device),
+        BrokerClient.of(settings, role="consumer", place=lock.place) as client,
+        Waits(settings.waits_dir, f"{engine.name} on {device}", say=LOG.warning) as waits,
     ):
         stop = threading.Event()
         heartbeat_s = min(5.0, settings.lease_ms / 3000)
@@ -83,6 +114,7 @@ def run_worker(
             client,
             device=device,
             wait=partial(_wait, stop),
+            tell=waits.tell,
             pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
         )
         pulse = Pulse(
@@ -104,7 +136,7 @@ def _wait(wake: threading.Event, seconds: float) -> None:
 
 
 @contextmanager
-def _opened(engine: Engine) -> Iterator[None]:
+def _opened(engine: Engine, settings: Settings, device: str) -> Iterator[None]:
     before = engine.fingerprint
     engine.open()
     try:
@@ -114,6 +146,11 @@ def _opened(engine: Engine) -> Iterator[None]:
                 "the weights on disk are not those of the manifest",
                 ("fingerprint",),
             )
+        measured = kept_profile(engine, settings.models, device)
+        if measured is not None:
+            engine.profile = measured
+            require_manifest(engine, device)
+            LOG.info("profile as measured on this hardware: %s", measured.as_json())
         yield
     finally:
         engine.close()

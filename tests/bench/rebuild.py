@@ -1,6 +1,7 @@
 """What an increment costs beside a full build: bytes, CPU time and recall, for random and for confined moves.
 
-    python tests/bench/rebuild.py [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01] [--json]
+    python tests/bench/rebuild.py [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
+        [--kind random|confined] [--json]
 
 Rows are drawn around many centres, so that lists mean something. Random moves change rows anywhere; confined ones
 change rows of one hundredth of the lists only. Both change the same number of rows, each to a row near where it
@@ -29,6 +30,7 @@ from fabric_pipelines.shards import renewal
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 
 QUERIES, K, NPROBES = 200, 10, (1, 8, 32)
+KINDS = ("random", "confined")
 NAME = "bench"
 LATENT = 24
 
@@ -142,6 +144,24 @@ def one(options: argparse.Namespace, kind: str) -> dict[str, Any]:
         shutil.rmtree(folder)
 
 
+HEAD = (
+    "| moves | how | rows moved | bytes written | of a full build | CPU-s | of a full build | "
+    "recall@10 after / full, nprobe 1 | 8 | 32 |\n|---|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    recall = " | ".join(
+        f"{row['recall_at_10'][str(n)]:.4f} / {row['recall_at_10_full'][str(n)]:.4f}"
+        for n in NPROBES
+    )
+    return (
+        f"| {row['moves']} | {row['how']} | {row['moved']:,} of {row['rows']:,} | "
+        f"{row['bytes_written'] / 1e6:,.1f} MB | {row['bytes_share']:.2%} | {row['cpu_s']:,.1f} | "
+        f"{row['cpu_share']:.1%} | {recall} |\n"
+    )
+
+
 def main(arguments: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -149,25 +169,21 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--lists", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--moved", type=float, default=0.01)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: both")
     parser.add_argument("--far", action="store_true")
     parser.add_argument("--folder", help="where shards are written; default: the temp folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    found = [one(options, kind) for kind in ("random", "confined")]
+    found = []
+    if not options.json:
+        sys.stdout.write(HEAD)
+    for kind in options.kind or KINDS:
+        found.append(one(options, kind))
+        if not options.json:  # as each is done: a million rows take a while
+            sys.stdout.write(line(found[-1]))
+            sys.stdout.flush()
     if options.json:
         sys.stdout.write(json.dumps(found) + "\n")
-        return found
-    for row in found:
-        sys.stdout.write(
-            f"{row['moves']:9} {row['how']:10} {row['moved']:>7,} of {row['rows']:,} rows  "
-            f"{row['bytes_written'] / 1e6:8.1f} of {row['bytes_full'] / 1e6:8.1f} MB ({row['bytes_share']:.2%})  "
-            f"{row['cpu_s']:6.1f} of {row['cpu_full_s']:6.1f} CPU-s ({row['cpu_share']:.1%})  "
-            + "  ".join(
-                f"recall@10 nprobe {n}: {row['recall_at_10'][n]:.4f} / {row['recall_at_10_full'][n]:.4f}"
-                for n in row["recall_at_10"]
-            )
-            + "\n"
-        )
     return found
 
 

@@ -65,14 +65,15 @@ class WireCutter:
     def _towards_server(
         self, client: socket.socket, server: socket.socket, cut: threading.Event
     ) -> None:
-        while data := client.recv(1 << 16):
-            if self._cut and COMMIT in data:
-                cut.set()
-                if not self._deliver:
+        with suppress(OSError):  # the other direction closes both ends once the wire is cut
+            while data := client.recv(1 << 16):
+                if self._cut and COMMIT in data:
+                    cut.set()
+                    if not self._deliver:
+                        break
+                server.sendall(data)
+                if cut.is_set():
                     break
-            server.sendall(data)
-            if cut.is_set():
-                break
         if not (cut.is_set() and self._deliver):
             with suppress(OSError):  # the other direction may have closed it already
                 server.shutdown(socket.SHUT_RDWR)

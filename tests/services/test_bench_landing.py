@@ -56,9 +56,9 @@ def test_every_way_is_measured_or_named_as_missing_and_ours_keeps_its_budget(
 def test_prices_and_the_governors_line_are_printed(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(governed, "WARM_UP_S", 0.3)
+    monkeypatch.setattr(governed, "FILL_ROWS", 10_000)
     monkeypatch.setattr(governed, "SETTLE_S", 0.3)
-    options = Options(rows=10_000, rounds=1, seconds=1.0, parts=("prices", "governor"))
+    options = Options(rows=10_000, rounds=1, runs=2, seconds=1.0, parts=("prices", "governor"))
     report = measure(settings, options, lambda line: None)
     prices = {row["name"]: row for row in report["prices"]}
     assert prices["+ HNSW (m 16, ef 64)"]["multiple"] > 10
@@ -66,13 +66,19 @@ def test_prices_and_the_governors_line_are_printed(
         prices["+ btree on a random key"]["wal_bytes_per_row"]
         > prices["primary key only"]["wal_bytes_per_row"]
     )
-    modes = {row["mode"]: row for row in report["governor"]["modes"]}
-    assert modes["idle"]["rows_per_s"] == 0
-    assert modes["governed"]["rows_per_s"] > 0
-    assert report["governor"]["account"]["classes"]["bulk"]["rows"] > 0
+    found = report["governor"]
+    assert len(found["runs"]) == 2
+    for run in (*found["runs"], found["all"]):
+        assert all(run[kind]["rows_per_s"] > 0 for kind in governed.KINDS)
+        assert run["idle"]["transactions"] > 0
+    assert found["all"]["idle"]["transactions"] == sum(
+        run["idle"]["transactions"] for run in found["runs"]
+    )
+    classes = found["account"]["classes"]
+    assert classes["bulk"]["rows"] > 0
     text = table(report)
     assert "| + HNSW" in text
-    assert "Governed bulk keeps" in text
+    assert "share of the rate" in text
 
 
 def test_an_unknown_part_is_refused(settings: Settings) -> None:

@@ -57,6 +57,7 @@ from tests.support import eventually
 from tests.support_broker import (
     BURIED,
     LANDED,
+    PROFILE,
     Bench,
     completions,
     ids_of,
@@ -431,6 +432,22 @@ REQUESTS = [
         ),
         UsageError,
         "malformed",
+    ),
+    Request(
+        "a place that is no text",
+        "worker",
+        ask(
+            "attach",
+            b"",
+            engine="e",
+            engine_fingerprint="f",
+            device="d",
+            profile=PROFILE.as_json(),
+            call=1,
+            place=["cuda:0"],
+        ),
+        UsageError,
+        "place must be",
     ),
 ]
 

@@ -1,130 +1,65 @@
-"""Postgres goes away in mid-run: workers go on to the high-water mark, hold, and everything lands afterwards.
+"""Postgres goes away under load: producers and workers go on to the high-water mark, hold, and all lands afterwards.
 
-FABRIC_PG_AWAY_S sets how long it stays away; the acceptance run uses 60.
+tests/bench/postgres_away.py is the same run with minutes for seconds.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fabric_pipelines import ids, models, settings, supervise
-from fabric_pipelines.broker.client import BrokerClient
-from fabric_pipelines.broker.replies import SubmissionState
-from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place
 from fabric_pipelines.errors import FabricError
-from fabric_pipelines.records.submission import Submission, fingerprint_of
-from fabric_pipelines.records.task import task_batch
+from fabric_pipelines.ledger import ZERO
+from fabric_pipelines.settings import Settings
 from tests.support import eventually, skip_or_fail
+from tests.support_away import Outcome, outage, own_server, running
 
-ENGINE = "all-minilm-l6-v2@onnxruntime-fp32"
-VOCABULARY = 30_522
-TASKS, HIGH_WATER = 1_200, 200
-AWAY_S = float(os.environ.get("FABRIC_PG_AWAY_S", "5"))
+AWAY_S, EVERY_S, HIGH_WATER = 5.0, 0.1, 200
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def server(open_folder: Path) -> Iterator[EmbeddedPostgres]:
-    """A server of the test's own, which no supervisor brings back."""
+@pytest.fixture(scope="module")
+def outcome(open_folder: Path) -> Iterator[Outcome]:
     folder = open_folder / "away"
     folder.mkdir(mode=0o755)
-    server = EmbeddedPostgres(
-        Place(folder, folder / "postgres", folder / "run"), log=folder / "postgres.log"
+    with own_server(folder) as server:
+        try:
+            with running(server, folder, HIGH_WATER) as loaded:
+                yield _run(loaded, server)
+        except FabricError as fault:
+            skip_or_fail(str(fault))
+
+
+def _run(loaded: Settings, server: object) -> Outcome:
+    return outage(
+        loaded,
+        server,  # type: ignore[arg-type]
+        away_s=AWAY_S,
+        every_s=EVERY_S,
+        until=lambda probe, within_s, what: eventually(probe, within_s=within_s, what=what),
     )
-    server.start()
-    yield server
-    server.stop()
 
 
-@pytest.fixture
-def fabric(server: EmbeddedPostgres, open_folder: Path) -> Iterator[settings.Settings]:
-    flags = {
-        "home": open_folder / "away" / "home",
-        "pg_url": server.url,
-        "computed_high_water_tasks": HIGH_WATER,
-        "models": os.environ.get("FABRIC_MODELS"),
-    }
-    loaded = settings.load(flags, {}, open_folder / "away")
-    try:
-        models.pull("all-minilm-l6-v2", loaded.models)
-    except FabricError as fault:
-        skip_or_fail(str(fault))
-    supervise.up(loaded, ui=False, engines=[ENGINE])
-    yield loaded
-    supervise.down(loaded)
+def test_nothing_is_lost_nothing_lands_twice_and_the_balance_is_zero(outcome: Outcome) -> None:
+    assert (outcome.missing, outcome.twice) == ([], [])
+    total = outcome.total
+    assert total.retired.tasks == total.enqueued.tasks == outcome.submitted > 0
+    assert (total.balance, total.dead.tasks, total.open_tasks) == (ZERO, 0, 0)
 
 
-def _submit(client: BrokerClient) -> str:
-    draw = random.Random(1)
-    prompts = [
-        [101, *(draw.randrange(1_000, VOCABULARY) for _ in range(draw.randrange(8, 40))), 102]
-        for _ in range(TASKS)
-    ]
-    batches = [task_batch(prompts)]
-    tasks, tokens, fingerprint = fingerprint_of(batches)
-    header = Submission(
-        submission_id=ids.digest("away"),
-        function="embed",
-        engine=ENGINE,
-        sampling={"kind": "embed", "pooling": "mean", "normalise": True},
-        vocab_size=VOCABULARY,
-        tasks=tasks,
-        tokens=tokens,
-        fingerprint=fingerprint,
-    )
-    client.submit(header, batches)
-    return header.submission_id
-
-
-def _landed(loaded: settings.Settings, submission_id: str) -> list[int]:
-    with Database.of(loaded).connect() as connection:
-        rows = connection.execute(
-            "select source_row from fabric.embed where submission_id = %s", (submission_id,)
-        ).fetchall()
-    return [row[0] for row in rows]
-
-
-def test_workers_go_on_to_the_mark_hold_and_nothing_is_lost(
-    server: EmbeddedPostgres, fabric: settings.Settings
+def test_meanwhile_work_is_taken_and_computed_to_the_mark_and_nothing_retires(
+    outcome: Outcome,
 ) -> None:
-    with BrokerClient(fabric.broker_endpoint, role="producer") as client:
-        submission_id = _submit(client)
+    first, last = outcome.looks[0], outcome.looks[-1]
+    assert last.away_s >= AWAY_S
+    assert last.enqueued > first.enqueued, "the producer was not let in"
+    assert last.computed >= HIGH_WATER, "the worker did not go on"
+    assert last.ready > 0, "the worker went through the mark"
+    assert last.retired == first.retired
 
-        def state() -> SubmissionState:
-            found = client.submission(submission_id)
-            assert found is not None
-            return found
 
-        # rows of the first tasks are visible by SQL long before the run ends
-        eventually(lambda: _landed(fabric, submission_id), within_s=60, what="first rows in SQL")
-        assert state().retired < TASKS / 2
-
-        server.stop()
-        gone = time.monotonic()
-        eventually(
-            lambda: (s := state()).computed >= HIGH_WATER and s.leased == 0,
-            within_s=60,
-            what="the worker holds at the high-water mark",
-        )
-        held = state()
-        assert held.ready > 0, "the worker went through the mark"
-        retired_when_gone = held.retired
-        eventually(lambda: time.monotonic() - gone >= AWAY_S, within_s=AWAY_S + 1, what="time away")
-        assert state().ready == held.ready
-        assert state().retired == retired_when_gone
-
-        server.start()
-        eventually(lambda: state().retired == TASKS, within_s=90, what="the end of the run")
-        assert sorted(_landed(fabric, submission_id)) == list(range(TASKS))
-        with BrokerClient(fabric.broker_endpoint, role="admin") as admin:
-            total = admin.status().total
-        total.require_balanced("the whole run")
-        assert (total.retired.tasks, total.dead.tasks, total.open_tasks) == (TASKS, 0, 0)
+def test_every_process_waits_instead_of_falling(outcome: Outcome) -> None:
+    assert outcome.restarts == []

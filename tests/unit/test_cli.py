@@ -16,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fabric_pipelines import cli
+from fabric_pipelines.dagster_home import write_env_file
 from fabric_pipelines.errors import (
     AlreadyRunning,
     ColdLost,
@@ -28,7 +29,7 @@ from fabric_pipelines.errors import (
     TransientError,
     VersionRefused,
 )
-from fabric_pipelines.settings import Settings
+from fabric_pipelines.settings import OTHER_VARIABLES, Settings, load
 from fabric_pipelines.supervise import doctor, reset
 
 OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
@@ -251,18 +252,44 @@ def test_every_command_and_exit_code_is_in_the_operations_page() -> None:
 
 def test_the_settings_table_of_the_operations_page_is_the_settings() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| `(FABRIC_\w+)` \| (.*?) \| (.*?) \|$", OPERATIONS.read_text(), re.M
+        r"^\| `(\w+)` \| `(FABRIC_\w+)` \| (.*?) \| (.*?) \| (.*?) \|$",
+        OPERATIONS.read_text(),
+        re.M,
     )
     wanted = [
         (
             row["name"],
             f"FABRIC_{row['name'].upper()}",
             f"`{row['value']}`" if row["value"] else "",
+            row["range"],
             row["doc"],
         )
         for row in Settings().described()
     ]
     assert rows == wanted
+
+
+def test_the_other_variables_of_the_operations_page_are_those_that_are_let_pass() -> None:
+    rows = re.findall(r"^\| `(FABRIC_\w+)` \| (.*?) \|$", OPERATIONS.read_text(), re.M)
+    assert rows == list(OTHER_VARIABLES.items())
+
+
+def test_config_show_names_every_setting_as_it_is_typed(home: Path) -> None:
+    lines = fabric("config", "show").stdout.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == [row["name"] for row in Settings().described()]
+    for name, value in (("lease_ms", "1234"), ("pg_url", "postgresql://h/d")):
+        shown = fabric("--set", f"{name}={value}", "config", "show").stdout
+        assert re.search(rf"^{name} +{value}  \(from flag\)$", shown, re.M)
+
+
+def test_a_misspelt_variable_ends_a_command_with_the_nearest_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FABRIC_THREDS", "1")
+    done = fabric("config", "show")
+    assert done.exit_code == 2
+    assert "FABRIC_THREDS; did you mean FABRIC_THREADS?" in sentence_of(done)
 
 
 def test_doctor_tells_each_check_and_a_remedy_for_each_fault(home: Path) -> None:
@@ -327,6 +354,24 @@ def test_reset_removes_what_the_fabric_made_and_nothing_else(
     assert (found.size, found.foreign) == (2000, ("mine",))
     reset.remove(found)
     assert [path.name for path in home.iterdir()] == ["mine"]
+
+
+def test_reset_takes_its_lines_out_of_the_env_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    settings = load(environ={"FABRIC_HOME": str(home)}, folder=here)
+    (home / "journal").mkdir(parents=True)
+    (here / ".env").write_text("TOKEN=abc\n")
+    write_env_file(settings, here)
+    write_env_file(settings, home.parent)
+    answer = answer_of(fabric("reset", "--yes", "--json"))
+    assert answer["env"] == [str(here / ".env"), str(home.parent / ".env")]
+    assert (here / ".env").read_text() == "TOKEN=abc\n"
+    assert not (home.parent / ".env").exists()
+    assert answer_of(fabric("reset", "--yes", "--json"))["env"] == []
 
 
 def test_reset_asks_and_a_no_keeps_everything(home: Path) -> None:

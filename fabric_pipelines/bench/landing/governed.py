@@ -1,19 +1,22 @@
 """The governor's line: what a small writer beside bulk waits, and how much of its speed bulk keeps.
 
-Three modes in turn, several rounds: nobody lands; completion's own loop lands all it can, two writers and large
-transactions; the same loop behind the governor, which starts anew each time and knows nothing. Each mode warms up
-before it counts, on an empty table and after a checkpoint. A figure is over all samples of all rounds.
+In a run silence and two kinds of bulk take turns of a few seconds, so that whatever else the machine does falls on all of
+them: completion's own loop landing all it can, two writers and large transactions; and the same loop behind the
+governor, which begins anew in each run and knows nothing. A figure is over all samples of its kind. Before the
+first run bulk lands until the WAL is as large as it gets, as on a server that runs for a while; before each run the table is
+emptied and a checkpoint made.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +32,22 @@ from fabric_pipelines.dataplane.governor import Limits
 from fabric_pipelines.dataplane.valve import Valve
 from fabric_pipelines.dataplane.watch import Watch
 from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Writer
+from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
 
-WARM_UP_S = 4.0
 SETTLE_S = 1.5
-MODES = ("idle", "ungoverned", "governed")
+TURN_S = 4.0
+"""The watcher may notice bulk two seconds late, as it does at work."""
+BREATH_S = 0.3
+"""Between two turns, counted for neither: what was begun ends."""
+TAP_STEP_S = 0.01
+FILL_ROWS = 1_000_000
+"""About 1.1 GB of WAL."""
+OTHER_IDS = 1 << 36
+"""Where those of governed bulk begin: the two never meet in the table."""
+KINDS = ("ungoverned", "governed")
+TURNS = ("idle", "ungoverned", "idle", "governed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,78 +94,163 @@ class EndlessSource:
         """Holds nothing."""
 
 
+class Tap:
+    """A gate before the gate, which opens and closes at once; rows that were pulled wait behind it."""
+
+    def __init__(self, gate: Any) -> None:
+        self._gate = gate
+        self.open = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gate, name)
+
+    def wait_s(self) -> float:
+        wait_s: float = self._gate.wait_s() if self.open else TAP_STEP_S
+        return wait_s
+
+    def waited(self, seconds: float) -> None:
+        if self.open:
+            self._gate.waited(seconds)
+
+
+class HalfDeaf(Valve):
+    """A valve that hears no probe while bulk runs that is not its own: a probe would be taken for silence."""
+
+    deaf = False
+
+    def probed(self, latency_ms: float, *, loaded: bool) -> None:
+        if not self.deaf:
+            super().probed(latency_ms, loaded=loaded)
+
+
 @dataclass(slots=True)
-class Mode:
+class Turns:
+    """All turns of one kind: milliseconds of small transactions, rows that bulk landed meanwhile."""
+
     waits_ms: list[float] = field(default_factory=list)
     rows: int = 0
     seconds: float = 0.0
 
-    def as_json(self, name: str) -> dict[str, Any]:
-        return {
-            "mode": name,
-            "transactions": len(self.waits_ms),
-            "p50_ms": round(float(np.percentile(self.waits_ms, 50)), 2),
-            "p99_ms": round(float(np.percentile(self.waits_ms, 99)), 2),
-            "rows_per_s": round(self.rows / self.seconds),
-        }
+    def p(self, share: int) -> float:
+        return round(float(np.percentile(self.waits_ms, share)), 2)
+
+
+Run = dict[str, Turns]
 
 
 def measure(
-    database: Database, seconds: float, rounds: int, say: Callable[[str], None]
+    database: Database, seconds: float, runs: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`seconds` a mode and round that count."""
+    """`seconds` of each kind of bulk in each run, and twice as many of silence."""
     with database.session() as connection:
         connection.execute(TABLE.encode())
-    modes = {name: Mode() for name in MODES}
+    _fill(database)
+    found: list[dict[str, Any]] = []
+    pooled: Run = {name: Turns() for name in TURNS}
     account: dict[str, Any] = {}
-    first = 0
-    for number in range(rounds):
-        # there and back: what one mode leaves to the disk must not always fall to the same next one
-        for name in MODES if number % 2 == 0 else MODES[::-1]:
-            with psycopg.connect(database.url, autocommit=True) as admin:
-                admin.execute("truncate fabric.embed")
-                admin.execute(
-                    "checkpoint"
-                )  # WAL segments are recycled, as on a server that runs for a while
-            with _bulk(database, name, first) as bulk:
-                time.sleep(WARM_UP_S)
-                before = bulk.inserted()
-                waits, took = _foreground(database.url, seconds)
-                modes[name].rows += bulk.inserted() - before
-                modes[name].seconds += took
-                modes[name].waits_ms += waits
-                account = bulk.account() or account
-            first = bulk.next()
-            say(f"governor, round {number + 1} of {rounds}, {name}: {modes[name].as_json(name)}")
-    lines = [modes[name].as_json(name) for name in MODES]
-    idle, free, governed = lines
-    return {
-        "modes": lines,
-        "p99_ratio_ungoverned": round(free["p99_ms"] / idle["p99_ms"], 2),
-        "p99_ratio": round(governed["p99_ms"] / idle["p99_ms"], 2),
-        "rate_share": round(governed["rows_per_s"] / max(free["rows_per_s"], 1), 2),
-        "account": account,
+    for number in range(runs):
+        run, account = _run(database, seconds)
+        for name, turns in run.items():
+            pooled[name].waits_ms += turns.waits_ms
+            pooled[name].rows += turns.rows
+            pooled[name].seconds += turns.seconds
+        found.append(_line(run))
+        say(f"governor, run {number + 1} of {runs}: {found[-1]}")
+    return {"runs": found, "all": _line(pooled), "account": account}
+
+
+def _line(run: Run) -> dict[str, Any]:
+    idle = run["idle"]
+    line: dict[str, Any] = {
+        "load": round(os.getloadavg()[0], 1),
+        "idle": {"transactions": len(idle.waits_ms), "p50_ms": idle.p(50), "p99_ms": idle.p(99)},
     }
+    for name in KINDS:
+        turns = run[name]
+        line[name] = {
+            "transactions": len(turns.waits_ms),
+            "p50_ms": turns.p(50),
+            "p99_ms": turns.p(99),
+            "p99_ratio": round(turns.p(99) / idle.p(99), 2),
+            "rows_per_s": round(turns.rows / turns.seconds),
+        }
+    share = line["governed"]["rows_per_s"] / max(line["ungoverned"]["rows_per_s"], 1)
+    return {**line, "rate_share": round(share, 2)}
+
+
+def _fill(database: Database) -> None:
+    with _bulk(database, OpenGate(writers=2), 0, elastic=False) as bulk, bulk.turn():
+        while bulk.inserted() < FILL_ROWS:
+            bulk.check()
+            time.sleep(0.1)
+
+
+def _run(database: Database, seconds: float) -> tuple[Run, dict[str, Any]]:
+    """One run, and what the governor says of itself at its end."""
+    with psycopg.connect(database.url, autocommit=True) as admin:
+        admin.execute("truncate fabric.embed")
+        admin.execute("checkpoint")
+    valve = HalfDeaf(Limits())
+    watch = Watch(Database(database.url, application="bench"), valve)
+    cycles = max(1, round(seconds / TURN_S))
+    turn_s = seconds / cycles
+    with (
+        closing(watch),
+        _bulk(database, OpenGate(writers=2), 0, elastic=False) as free,
+        _bulk(database, valve, OTHER_IDS, elastic=True) as governed,
+    ):
+        watch.start()
+        time.sleep(SETTLE_S)  # as at the start of completion: silence is seen before bulk comes
+        kinds = {"ungoverned": free, "governed": governed}
+        for bulk in kinds.values():  # and a turn of each that does not count
+            with bulk.turn():
+                valve.deaf = bulk is free
+                time.sleep(turn_s)
+        run: Run = {name: Turns() for name in TURNS}
+        spans: list[tuple[str, float, float]] = []
+        with _foreground(database.url, cycles * len(TURNS) * (turn_s + BREATH_S)) as samples:
+            for name in TURNS * cycles:
+                valve.deaf = name == "ungoverned"
+                with kinds[name].turn() if name in kinds else nullcontext():
+                    time.sleep(BREATH_S)
+                    began, before = time.time(), _inserted(kinds, name)
+                    time.sleep(turn_s)
+                    spans.append((name, began, time.time()))
+                    run[name].rows += _inserted(kinds, name) - before
+                run[name].seconds += spans[-1][2] - began
+        account = valve.as_json()
+    for name, began, ended in spans:
+        run[name].waits_ms += [took for at, took in samples if began <= at < ended]
+    return run, account
+
+
+def _inserted(kinds: dict[str, Bulk], name: str) -> int:
+    return kinds[name].inserted() if name in kinds else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
+    """One loop that lands in its turns."""
+
+    tap: Tap
     inserted: Callable[[], int]
-    account: Callable[[], dict[str, Any] | None]
-    next: Callable[[], int]
+    check: Callable[[], None]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self.check()
+        self.tap.open = True
+        yield
+        self.tap.open = False
 
 
 @contextmanager
-def _bulk(database: Database, mode: str, first: int) -> Iterator[Bulk]:
-    """Completion's loop in a thread of its own until the block ends; nothing at all in mode idle."""
-    if mode == "idle":
-        yield Bulk(lambda: 0, lambda: None, lambda: first)
-        return
-    source, valve = EndlessSource(first), Valve(Limits())
-    gate: Any = valve if mode == "governed" else OpenGate(writers=2)
-    watch = Watch(Database(database.url, application="bench"), valve)
-    target, *more = (Writer(Database(database.url, application="bench")) for _ in range(3))
-    loop = Receiver(lambda: source, target, lambda *_: None, more_targets=more, gate=gate)
+def _bulk(database: Database, gate: Any, first: int, *, elastic: bool) -> Iterator[Bulk]:
+    """Completion's loop in a thread of its own until the block ends."""
+    source, tap = EndlessSource(first), Tap(gate)
+    here = Database(database.url, application="bench")
+    target, *more = (Writer(here, elastic=elastic and bulk) for bulk in (True, True, False))
+    loop = Receiver(lambda: source, target, lambda *_: None, more_targets=more, gate=tap)
     done, faults = threading.Event(), []
 
     def land() -> None:
@@ -162,34 +260,29 @@ def _bulk(database: Database, mode: str, first: int) -> Iterator[Bulk]:
         except Exception as fault:  # noqa: BLE001 whatever it is, the measuring thread raises it
             faults.append(fault)
 
+    def check() -> None:
+        if faults:
+            raise faults[0]
+
     thread = threading.Thread(target=land)
-    if mode == "governed":
-        watch.start()
-        time.sleep(
-            SETTLE_S
-        )  # as at the start of completion: the watcher has seen silence before bulk comes
     thread.start()
     try:
-        yield Bulk(
-            lambda: loop.counters.inserted,
-            lambda: valve.as_json() if mode == "governed" else None,
-            lambda: source.next,
-        )
+        yield Bulk(tap, lambda: loop.counters.inserted, check)
     finally:
         done.set()
         thread.join()
-        watch.close()
         loop.close()
-    if faults:
-        raise faults[0]
+    check()
 
 
-def _foreground(url: str, seconds: float) -> tuple[list[float], float]:
-    """(milliseconds of each transaction, wall seconds meanwhile)."""
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "fabric_pipelines.bench.landing.foreground", url, str(seconds)],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout), time.perf_counter() - began
+@contextmanager
+def _foreground(url: str, seconds: float) -> Iterator[list[tuple[float, float]]]:
+    """(when it began, milliseconds) of each small transaction, complete after the block."""
+    command = [sys.executable, "-m", "fabric_pipelines.bench.landing.foreground", url, str(seconds)]
+    samples: list[tuple[float, float]] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        yield samples
+        out, _ = process.communicate()
+    if process.returncode:
+        raise CheckFailed(f"the small writer ended with exit code {process.returncode}")
+    samples += [(at, took) for at, took in json.loads(out)]

@@ -25,6 +25,7 @@ from fabric_pipelines.worker.engines.registry import (
     engine_spec,
     plan_runtime,
 )
+from fabric_pipelines.worker.engines.tensorrt_llm_folder import describe_built, is_built
 
 TRUNK_PART, GRAPH = (
     "onnxruntime-fp32",
@@ -106,14 +107,18 @@ def _refuse(name: str, given: Sequence[str], why: str) -> None:
 def _describe_checkpoint(
     name: str, declared: Declared, cache: Path, eos_ids: tuple[int, ...]
 ) -> Path:
+    folder = cache / CHECKPOINTS / name
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}: put config.json and the weights into it")
+    if checkpoint_runtime(name) == "tensorrt_llm" and is_built(folder):
+        _refuse(name, declared.options(said=True), "the engine's own config.json says it")
+        describe_built(folder, eos_ids=eos_ids)
+        return folder
     missing = declared.options(said=False)
     if missing:
         raise UsageError(f"building {name} needs {', '.join(missing)}: a manifest has no defaults")
     assert declared.weight_quantisation is not None
     assert declared.kv_quantisation is not None
-    folder = cache / CHECKPOINTS / name
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}: put config.json and the weights into it")
     describe(
         folder,
         Limits(
@@ -174,5 +179,5 @@ def _installed(runtime: str) -> str:
         return f"{runtime} {version(runtime)}"
     except PackageNotFoundError:
         raise MissingDependency(
-            runtime, runtime, f"describing a checkpoint for {runtime}"
+            runtime, runtime.replace("_", "-"), f"describing a checkpoint for {runtime}"
         ) from None

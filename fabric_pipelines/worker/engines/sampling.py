@@ -60,7 +60,13 @@ def pass_objection(task: Task, kinds: Collection[str], vocab_size: int, layers: 
     if kind not in kinds:
         served = " or ".join(repr(one) for one in sorted(kinds))
         return f"kind {kind!r} is not served here, only {served}"
-    unknown = sorted(set(sampling) - PASS_KEYS[str(kind)])
+    return pass_fields_objection(sampling, layers)
+
+
+def pass_fields_objection(sampling: Mapping[str, Any], layers: int) -> str | None:
+    """Why this sampling of kind "hidden" or "embed" cannot be served, or None."""
+    kind = str(sampling.get("kind"))
+    unknown = sorted(set(sampling) - PASS_KEYS[kind])
     if unknown:
         return f"sampling fields {', '.join(unknown)} are unknown to this engine"
     return _hidden_objection(sampling, layers) if kind == "hidden" else _embed_objection(sampling)

@@ -49,9 +49,10 @@ TRUNKS: Mapping[str, str] = MappingProxyType(
     }
 )
 GENERATE_KEYS = SAMPLING_KEYS | {"ignore_eos"}
-MEMORY_SHARE = (
-    0.5  # of what is free once the weights are there; the rest is for activations and others
-)
+# In an engine's name: its blocks go through torch.compile, some tens of seconds at first.
+COMPILED = "compiled"
+# Of what is free once the weights are there; the rest is for activations and others.
+MEMORY_SHARE = 0.5
 WINDOW_STEPS = 2
 
 
@@ -93,6 +94,7 @@ class TransformersEngine(SteppingEngine):
         )
         self._folder, self._threads, self._device = folder, threads, device
         self._memory_tokens = 0
+        self._attention = varlen.Attention()
         self._model: Any = None
         self._torch: Any = None
         self._library: Any = None
@@ -106,7 +108,7 @@ class TransformersEngine(SteppingEngine):
             raise DeviceRefused(f"{self.name} was asked to run on cuda, and torch finds no device")
         if self._device == "cpu":
             self._torch.set_num_threads(self._threads)
-        varlen.register(self._library)
+        self._attention.register(self._library, self._torch)
         from safetensors import SafetensorError
 
         try:
@@ -142,7 +144,9 @@ class TransformersEngine(SteppingEngine):
     def _loaded(self) -> Any:
         torch, path = self._torch, str(self._folder.path)
         config = self._library.AutoConfig.from_pretrained(path, local_files_only=True)
-        attention = "sdpa" if self.manifest.kv_quantisation != "single_pass" else varlen.NAME
+        attention = (
+            "sdpa" if self.manifest.kv_quantisation != "single_pass" else self._attention.name
+        )
         loader, more = self._class()
         if self._folder.facts["weights"] != RANDOM:
             model, found = loader.from_pretrained(
@@ -325,6 +329,7 @@ class PassEngine(TransformersEngine):
 
     def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
         super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
+        self._compiled = COMPILED in name.partition("@")[2].split("-")
 
     def _class(self) -> tuple[Any, dict[str, Any]]:
         encoder = self.manifest.architecture == "BertModel"
@@ -335,6 +340,9 @@ class PassEngine(TransformersEngine):
         self._stack, self._stack_name = (encoder, "layer") if encoder else (self._model, "layers")
         self._blocks = getattr(self._stack, self._stack_name)
         self._embedding = self._model.embeddings if encoder else self._model.embed_tokens
+        if self._compiled:
+            for block in self._blocks:
+                block.forward = self._torch.compile(block.forward, dynamic=True)
 
     def _bytes_per_token(self) -> int:
         """Residual, attention input and output, and the feed-forward's two halves of one block."""
@@ -415,19 +423,17 @@ class PassEngine(TransformersEngine):
     def _pass(self, ids: npt.NDArray[np.int64], packing: varlen.Packing) -> Any:
         row = self._torch.from_numpy(ids)[None].to(self._device)
         more = {} if self._stack is not self._model else {"use_cache": False}
-        return self._model(input_ids=row, position_ids=packing.positions, packing=packing, **more)
+        self._attention.packing = packing
+        return self._model(input_ids=row, position_ids=packing.positions, **more)
 
     def _pool(self, states: Any, packing: varlen.Packing, how: str) -> Any:
         """[T, D] -> float32 [n, D], on the device: what leaves it is a row a sequence, not a row a token."""
         ends = packing.ends[1:].long()
         if how == "last":
             return states.index_select(0, ends - 1).float()
-        counts = packing.ends.diff()
-        which = self._torch.arange(len(counts), device=states.device).repeat_interleave(
-            counts, output_size=states.shape[0]
-        )
-        sums = self._torch.zeros(len(counts), states.shape[1], device=states.device)
-        return sums.index_add_(0, which, states.float()) / counts[:, None]
+        lengths = packing.ends.diff().long()
+        # Adding rows by index would be atomic, and hundreds of tokens meet in one row; unsafe: no check that waits.
+        return self._torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
 
 
 def _missing(package: str) -> MissingDependency:
@@ -445,4 +451,5 @@ def _import() -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise _missing("transformers") from None
+    transformers.logging.disable_progress_bar()  # a worker's stderr is its log
     return torch, transformers

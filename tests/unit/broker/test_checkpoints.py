@@ -379,6 +379,29 @@ def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasin
     assert bench.owner.status().counters["frames_repaired"] == 1
 
 
+def test_verify_refuses_a_damaged_control_frame_wherever_the_scrub_stands(bench: DiskBench) -> None:
+    for mark in range(4):
+        work(bench, mark)
+        bench.owner.commit()
+        bench.disk.roll()
+    sealed = [segment for segment in bench.disk._segments if segment.sealed]
+    assert len(sealed) >= 3
+    for looked_at in range(len(sealed) + 1):
+        for segment in (sealed[0], sealed[-1]):
+            seal = segment.end - 128
+            flip(segment.path, seal + 80)
+            report = bench.owner.verify()
+            assert not report.ok
+            assert (
+                f"{segment.path} is damaged in its SEAL frame: bytes {seal}..{segment.end}"
+                in str(report.differences)
+            )
+            flip(segment.path, seal + 80)
+            assert bench.owner.verify().ok, looked_at
+        bench.owner.scrub(1)
+    assert bench.owner.core.fault == ""
+
+
 def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: DiskBench) -> None:
     for mark in range(4):
         work(bench, mark)

@@ -329,6 +329,58 @@ def test_attempts_that_were_given_back_run_out_too_and_say_why(bench: Bench) -> 
     assert bench.owner.verify().ok
 
 
+def attach_at(bench: Bench, name: str, place: str, call: int) -> None:
+    bench.owner.attach(name, ENGINE, "f", "cpu:0", PROFILE, [], call, place=place)
+
+
+def test_a_new_process_on_a_device_ends_the_session_of_the_one_before(bench: Bench) -> None:
+    """Nobody waits for the lease time of a worker that its supervisor has already replaced."""
+    bench.submit(submission_of(BATCHES), BATCHES)
+    attach_at(bench, "first", "card", 100)
+    mine = bench.lease("first", Budget(4, 1 << 20, None))
+    attach_at(bench, "elsewhere", "other card", 101)
+    theirs = bench.lease("elsewhere", Budget(1, 1 << 20, None))
+    assert mine is not None
+    assert theirs is not None
+    assert len(ids_of(mine)) == 4
+    attach_at(bench, "second", "card", 200)
+    with pytest.raises(NotAttached):
+        bench.owner.renew("first")
+    again = bench.lease("second")
+    assert again is not None
+    taken = ids_of(again)
+    assert 0 < len(taken) <= 2  # in halves at most, as from one that did not renew
+    assert taken == ids_of(mine)[: len(taken)]
+    assert bench.owner.core.counters["expired"] == 4
+    bench.owner.renew("elsewhere")
+    batch = completions(ids_of(theirs))
+    assert bench.owner.computed("elsewhere", batch, ipc_of(batch)).accepted == 1
+    assert bench.owner.verify().differences == []
+
+
+def test_a_word_from_a_dead_process_ends_nobody(bench: Bench) -> None:
+    """Its attach was under way when it died, and came after that of the next one."""
+    filled(bench)
+    attach_at(bench, "second", "card", 200)
+    taken = bench.lease("second", call=201)
+    attach_at(bench, "first", "card", 100)
+    bench.owner.renew("second")
+    assert taken is not None
+    assert bench.owner.core.counters["expired"] == 0
+    attach_at(bench, "second", "card", 202)  # its own attach again, after an answer was lost
+    bench.owner.renew("second")
+    assert bench.owner.core.counters["expired"] == 0
+
+
+def test_sessions_without_a_place_end_nobody(bench: Bench) -> None:
+    filled(bench)
+    attach_at(bench, "first", "", 100)
+    bench.lease("first")
+    attach_at(bench, "second", "", 200)
+    bench.owner.renew("first")
+    assert bench.owner.core.counters["expired"] == 0
+
+
 def test_a_lost_lease_is_halved_until_the_killer_is_alone(bench: Bench) -> None:
     """A task that kills its worker must not take its neighbours along."""
     filled(bench)

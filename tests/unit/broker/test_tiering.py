@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fabric_pipelines import answers, screen
 from fabric_pipelines.broker.facts import Uploaded, decode
 from fabric_pipelines.broker.tiering import Patience, Water
 from fabric_pipelines.errors import (
@@ -519,6 +520,8 @@ def test_a_restored_object_is_told_as_damaged_no_more_once_it_is_looked_at(
     }
     figures = bench.owner.status().journal
     assert figures["damaged_frames"] == len(figures["damaged"]) == 2
+    page = " ".join(" ".join(screen.page(shown(bench), 80)).split())
+    assert all(sentence in page for sentence in figures["damaged"]), "as a person reads it"
     assert "is missing" in figures["cold_fault"]
     bench.settle(60)
     assert bench.owner.status().journal["damaged_frames"] == 2, "looked at, and still so"
@@ -533,8 +536,36 @@ def test_a_restored_object_is_told_as_damaged_no_more_once_it_is_looked_at(
     figures = status.journal
     assert (figures["damaged_frames"], figures["damaged"]) == (0, [])
     assert (figures["cold_fault"], figures["cold_lost"]) == ("", [])
+    assert not {"damaged", "cold tier"} & set(shown(bench))
     assert status.counters["frames_repaired"] >= 2
     assert len([name for call, name in store.calls if call == "read"]) - reads <= 8
+    assert bench.owner.verify().ok
+
+
+def shown(bench: DiskBench) -> dict[str, Any]:
+    status = bench.owner.status()
+    return answers.work_of({**screen.plain(status), **status.total.as_json()})
+
+
+def test_a_start_that_has_to_read_a_missing_object_names_it_and_what_it_held(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    """No checkpoint is left, so the log is read from its beginning."""
+    cold_lanes(bench)
+    first = min(store.objects)
+    good = store.objects.pop(first)
+    holding = bench.disk.holdings[0]
+    for checkpoint in bench.folder.glob("checkpoint-*"):
+        checkpoint.unlink()
+    with pytest.raises(ColdLost) as refused:
+        bench.crash()
+    assert str(refused.value) == (
+        f"object memory://cold/{first} of the cold tier is missing: LSN {holding.first_lsn}..{holding.last_lsn} "
+        "cannot be read; restore that object from a copy"
+    )
+    assert refused.value.exit_code == 4
+    store.objects[first] = good
+    bench.owner = bench._open()
     assert bench.owner.verify().ok
 
 

@@ -14,7 +14,10 @@ from typer.testing import CliRunner, Result
 from fabric_pipelines import cli
 from fabric_pipelines.cli_engine import lane_lengths
 from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines import building, registry
+from fabric_pipelines.worker.profile_probe import kept_profile
+from tests.unit.engines.tensorrt_llm_over_standin import TensorRtLlmOverStandin
 from tests.unit.engines.tensorrt_over_standin import TensorRtOverStandin
 from tests.unit.engines.vllm_over_standin import CONFIG
 
@@ -141,6 +144,20 @@ def test_a_checkpoint_with_a_wrong_size_is_refused_by_field_and_nothing_is_writt
     assert not (cache / "checkpoints" / CHECKPOINT / "manifest.json").exists()
 
 
+def test_a_built_tensorrt_llm_engine_says_its_sizes_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tiny@tensorrt_llm"
+    made = TensorRtLlmOverStandin(cache / "checkpoints" / name, monkeypatch)
+    (made.folder / "manifest.json").unlink()
+    refused = fabric("build", name, "--max-batch-size", "4")
+    assert refused.exit_code == 2
+    assert "the engine's own config.json says it" in refused.stderr
+    built = answer("build", name, "--eos", "3")
+    assert built["manifest"]["max_batch_size"] == 4
+    assert answer("fingerprint", name)["fingerprint"] == built["fingerprint"]
+
+
 def test_building_a_plan_takes_the_models_trunk_layers_lanes_and_a_step(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +193,16 @@ def test_the_lanes_in_use_are_the_lengths_of_the_models_single_passes() -> None:
         "own/tiny-llama@onnxruntime-fp32/0123456789abcdef/len*",
     ]
     assert lane_lengths(lanes, "tiny-llama") == (8, 64)
+
+
+def test_probe_measures_keeps_and_declares_the_four_numbers(cache: Path) -> None:
+    found = answer("probe", "embed")
+    assert found["rows"][0]["max_num_tokens"] == 32
+    assert all(row["tokens_per_s"] > 0 for row in found["rows"])
+    assert 32 <= found["profile"]["max_num_tokens"] <= 4096
+    assert json.loads(Path(found["kept"]).read_text())["profile"] == found["profile"]
+    engine = registry.construct_engine("embed", cache=cache, threads=1)
+    assert kept_profile(engine, cache, "cpu:0") == Profile(**found["profile"])
 
 
 def test_an_engine_or_a_folder_that_is_not_there_is_one_sentence(cache: Path) -> None:

@@ -69,14 +69,25 @@ def write_checkpoints(folder: Path) -> TinyCheckpoints:
                 shutil.copy(folder / file, place)
         else:
             write_llama_checkpoint(made.gguf, place)
-        describe(place, LIMITS, version=f"transformers {transformers.__version__}",
-                 weight_quantisation="none", kv_quantisation=kv, eos_ids=[EOS])  # fmt: skip
+        _describe(place, f"transformers {transformers.__version__}", kv)
     return made
 
 
+def _describe(folder: Path, version: str, kv: str) -> None:
+    describe(folder, LIMITS, version=version, weight_quantisation="none",
+             kv_quantisation=kv, eos_ids=[EOS])  # fmt: skip
+
+
+def describe_again(folder: Path) -> None:
+    """After its files were changed on purpose."""
+    said = json.loads((folder / "manifest.json").read_text())
+    _describe(folder, said["version"], said["kv_quantisation"])
+
+
 @contextmanager
-def opened(name: str, cache: Path) -> Iterator[Any]:
-    engine = registry.open_engine(name, cache=cache, threads=1)
+def opened(name: str, cache: Path, device: str = "cpu") -> Iterator[Any]:
+    engine = registry.construct_engine(name, cache=cache, threads=1, device=device)
+    engine.open()
     try:
         yield engine
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed, UsageError
+from fabric_pipelines.worker import device_lock
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind, lock_path
 
 
@@ -63,3 +64,25 @@ def test_a_lock_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match="cpu:0"), DeviceLock("cpu:0", "a@b", tmp_path / "file"):
         pass
+
+
+def test_holders_of_one_device_share_a_place_and_nobody_else_does(tmp_path: Path) -> None:
+    places = []
+    for device, folder in (("cpu:0", "a"), ("cpu:0", "a"), ("cpu:1", "a"), ("cpu:0", "b")):
+        with DeviceLock(device, "e@f", tmp_path / folder) as lock:
+            places.append(lock.place)
+    assert places[0] == places[1]
+    assert len(set(places)) == 3
+
+
+def test_a_copy_of_the_lock_file_on_another_machine_is_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DeviceLock("cpu:0", "e@f", tmp_path) as lock:
+        here = lock.place
+    boot = tmp_path / "boot_id"
+    boot.write_text("another boot\n")
+    monkeypatch.setattr(device_lock, "BOOT_ID", boot)
+    with DeviceLock("cpu:0", "e@f", tmp_path) as lock:
+        assert lock.place != here
+    assert lock_path("cpu:0", tmp_path).read_text().count("place ") == 1

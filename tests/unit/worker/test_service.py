@@ -12,8 +12,9 @@ from fabric_pipelines.errors import BrokerUnavailable, ManifestRefused
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
+from fabric_pipelines.worker.profile_probe import keep, probe
 from fabric_pipelines.worker.pulse import Pulse
-from fabric_pipelines.worker.service import require_manifest, run_worker
+from fabric_pipelines.worker.service import _opened, require_manifest, run_worker
 from tests.support import eventually
 
 
@@ -58,6 +59,25 @@ def test_an_engine_whose_fingerprint_changes_on_opening_leases_nothing(
         run_worker(engine, home_settings, device="cpu:0")
     assert not engine.opened, "a refused engine is closed again"
     assert engine.seen == []
+
+
+def test_a_measured_profile_is_declared_and_one_beyond_the_manifest_is_refused(
+    home_settings: Settings, tmp_path: Path
+) -> None:
+    settings = replace(home_settings, models=tmp_path)  # the usual model cache is the user's own
+    engine = ScriptedEngine()
+    engine.open()
+    found = probe(engine, device="cpu:0", vocab_size=100, layer=1)
+    keep(found, settings.models)
+    fresh = ScriptedEngine()
+    with _opened(fresh, settings, "cpu:0"):
+        assert fresh.profile == found.profile
+    keep(replace(found, profile=Profile(4, 999, 256, 64)), settings.models)
+    with (
+        pytest.raises(ManifestRefused, match="max_num_tokens is 64, below the profile's 999"),
+        _opened(ScriptedEngine(), settings, "cpu:0"),
+    ):
+        pytest.fail("a profile beyond the manifest was taken")
 
 
 class Beats:

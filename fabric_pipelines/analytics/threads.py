@@ -1,0 +1,62 @@
+"""Independent pieces of a pass side by side, each with one thread of the linear algebra library.
+
+The library's own threads wait for each other more than they compute at matrices of a few hundred, and leave every
+other array operation to one core. Pieces do not depend on how many run at once, so neither do the answers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from threadpoolctl import threadpool_limits
+
+WORKERS_MAX = 8  # the memory of a piece is needed this often
+Piece = TypeVar("Piece")
+Answer = TypeVar("Answer")
+
+
+class _OneThread:
+    """The library's limit is the process's: the first user sets it, the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._limits: threadpool_limits | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._limits is None:
+                self._limits = threadpool_limits(1, "blas")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._limits is not None:
+                self._limits.restore_original_limits()
+                self._limits = None
+
+
+_ONE_THREAD = _OneThread()
+
+
+def workers() -> int:
+    return min(WORKERS_MAX, len(os.sched_getaffinity(0)))
+
+
+def side_by_side(work: Callable[[Piece], Answer], pieces: Iterable[Piece]) -> Iterator[Answer]:
+    """The answers in the order of the pieces. The first error ends it, with the pieces not begun left out."""
+    with _ONE_THREAD, ThreadPoolExecutor(workers()) as pool:
+        try:
+            yield from pool.map(work, pieces)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_side_by_side(work: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
+    """The same for work that leaves its answer where no other piece writes."""
+    for _ in side_by_side(work, pieces):
+        pass

@@ -1,0 +1,107 @@
+"""P12, two-means: Lloyd's iteration in every cluster from the two sides of its first axis.
+
+No random start: centres at plus and minus one step along the first axis part the rows by the sign of their
+coordinate, which P6 has left. Ends when no row changes sides or after 16 rounds; a side that would fall empty ends
+it too. The rows' coordinates between the two centres then tell by their dip whether there is a gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, unknown
+from fabric_pipelines.analytics.dip import dip
+from fabric_pipelines.analytics.stacks import Members, Stack
+
+ROUNDS_MAX = 16
+# Coordinates this close, as a share of the longest, are one value: rounding must not part what is equal, since
+# the dip sees any gap, however small.
+SAME = 2.0**-44
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """P12. Per cluster, NaN where none was asked: sum of squares within the two halves, the part of W between
+    them, dip of the coordinate; rows of the smaller half."""
+
+    within: F64
+    between: F64
+    dip: F64
+    smaller: I64
+
+
+def halves(csr: Csr, members: Members, upper: Bool) -> Halves:
+    """upper bool [N]: the side of the first axis on which each row starts."""
+    out = Halves(
+        within=unknown(csr.clusters),
+        between=unknown(csr.clusters),
+        dip=unknown(csr.clusters),
+        smaller=np.zeros(csr.clusters, dtype=np.int64),
+    )
+    members.sweep(
+        3,
+        lambda count: count * csr.dim,
+        lambda stack: _split(stack, upper[stack.places], out),
+    )
+    return out
+
+
+def flop(size: F64, dim: int) -> float:
+    return float((4 * (ROUNDS_MAX + 2) * dim * size + 100 * size).sum())
+
+
+def _split(stack: Stack, side: Bool, out: Halves) -> None:
+    count = stack.count
+    for _ in range(ROUNDS_MAX):
+        mean, other = _centres(stack, side)
+        place, middle = _coordinates(stack, other - mean, other + mean)
+        new = place > middle[:, None]
+        upper = new.sum(axis=1)
+        whole = (upper == 0) | (upper == count)
+        new[whole] = side[whole]
+        if np.array_equal(new, side):
+            break
+        side = new
+    mean, other = _centres(stack, side)
+    between, upper = other - mean, side.sum(axis=1)
+    length2 = np.einsum("gd,gd->g", between, between)
+    out.between[stack.clusters] = upper * (count - upper) / count * length2
+    out.within[stack.clusters] = _within(stack, side, mean, other)
+    out.smaller[stack.clusters] = np.minimum(upper, count - upper)
+    place, _ = _coordinates(stack, between, other + mean)
+    unit = SAME * np.abs(place).max(axis=1)
+    for cluster, values, step in zip(stack.clusters, place, unit, strict=True):
+        if step > 0:
+            out.dip[cluster] = dip(np.sort(np.rint(values / step)))
+
+
+def _centres(stack: Stack, side: Bool) -> tuple[F64, F64]:
+    """Means of the lower and of the upper half, f64 [g, d] each, counted from the mean of the cluster; an empty
+    half has the mean itself."""
+    upper, total = np.zeros((2, len(stack.clusters), stack.dim))
+    for part, block in stack.blocks():
+        upper += (side[:, None, part].astype(np.float64) @ block)[:, 0]
+        total += block.sum(axis=1)
+    count = side.sum(axis=1)
+    over = upper / np.maximum(count, 1)[:, None]
+    under = (total - upper) / np.maximum(stack.count - count, 1)[:, None]
+    return under, over
+
+
+def _coordinates(stack: Stack, axis: F64, twice_middle: F64) -> tuple[F64, F64]:
+    """Each row along the axis [g, n], and where the middle between the centres lies on it [g]."""
+    place = np.concatenate(
+        [(block @ axis[:, :, None])[:, :, 0] for _, block in stack.blocks()], axis=1
+    )
+    return place, 0.5 * np.einsum("gd,gd->g", axis, twice_middle)
+
+
+def _within(stack: Stack, side: Bool, under: F64, over: F64) -> F64:
+    within = np.zeros(len(stack.clusters))
+    for part, block in stack.blocks():
+        own = np.where(side[:, part, None], over[:, None], under[:, None])
+        own -= block
+        within += np.einsum("gnd,gnd->g", own, own)
+    return within

@@ -1,0 +1,241 @@
+"""Profile probe: run an engine on its card for some seconds, and declare the four numbers from what was seen.
+
+The step's budget is the smallest that is within 3 % of the best rate: beyond it a larger step only makes a drain longer. The
+window is what the engine eats while the broker is asked. Sequences and cache are the opened engine's own. A continuous
+engine fixed its budget when it was opened, so only its rate is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.errors import EngineFailed, UsageError
+from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
+from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.worker.device_lock import device_kind
+from fabric_pipelines.worker.engines.door import Engine
+
+NEAR_BEST = 0.97
+GIVE_UP = (
+    0.8  # a larger step that is so much slower ends the search: attention grows with its square
+)
+ROUNDS = 3
+STEPS = 4  # of each budget a round
+LEAD_S = 0.5  # supply beside the engine lasts so long: several leases, each an fsync of the broker
+WINDOW_STEPS_MAX = 8
+BUDGET_LEAST = 32
+PROMPT, NEW = 64, 16
+POLL_S = 1.0
+PATIENCE_S = 300.0
+PROFILES = "profiles"  # <model cache>/profiles/<engine name>/<device>.json
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One budget: median of the rounds' tokens per second of a busy engine, and (slowest, fastest)."""
+
+    max_num_tokens: int
+    tokens_per_s: float
+    spread: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """hardware: what it was measured on; a profile is used there only."""
+
+    engine: str
+    fingerprint: str
+    device: str
+    hardware: str
+    profile: Profile
+    rows: tuple[Row, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe(
+    engine: Engine,
+    *,
+    device: str,
+    vocab_size: int,
+    layer: int,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Probed:
+    """Measure an open engine and give it the profile found. layer: deepest layer that `hidden` may ask for. Raises
+    EngineFailed when a task does not come back well."""
+    task = _Workload(engine, vocab_size, layer)
+    budgets = (
+        [engine.profile.max_num_tokens] if engine.capabilities.continuous else _budgets(engine)
+    )
+    rows = _measured(engine, budgets, task.lease, clock)
+    best = max(row.tokens_per_s for row in rows)
+    chosen = next(row for row in rows if row.tokens_per_s >= NEAR_BEST * best)
+    engine.profile = _profile(engine, chosen)
+    return Probed(
+        engine.name, engine.fingerprint, device, hardware(device), engine.profile, tuple(rows)
+    )
+
+
+def _profile(engine: Engine, row: Row) -> Profile:
+    limits, budget = engine.manifest, row.max_num_tokens
+    window = min(max(round(LEAD_S * row.tokens_per_s), budget), WINDOW_STEPS_MAX * budget)
+    return replace(
+        engine.profile,
+        max_num_tokens=budget,
+        max_batch_size=min(limits.max_batch_size, budget),
+        window_tokens=window,
+    )
+
+
+def _budgets(engine: Engine) -> list[int]:
+    """Powers of two up to what the manifest allows, and that itself."""
+    most = engine.manifest.max_num_tokens
+    doubled = (BUDGET_LEAST << power for power in range(most.bit_length()))
+    return [*(budget for budget in doubled if budget < most), most]
+
+
+def _measured(
+    engine: Engine, budgets: Sequence[int], lease: Callable[[int], Lease], clock: Clock
+) -> list[Row]:
+    """Round after round over all budgets, so that a busy moment of the machine falls on all of them alike."""
+    declared = engine.profile
+    rates: dict[int, list[float]] = {budget: [] for budget in budgets}
+    for round_number in range(ROUNDS):
+        for budget in list(rates):
+            engine.profile = replace(
+                declared,
+                max_num_tokens=budget,
+                max_batch_size=min(engine.manifest.max_batch_size, budget),
+            )
+            if round_number == 0:
+                _run(engine, lease(budget), clock)  # first touch: memory, kernels, caches
+            rate = _run(engine, lease(STEPS * budget), clock)
+            rates[budget].append(rate)
+            best = max(statistics.median(seen) for seen in rates.values() if seen)
+            if round_number == 0 and rate < GIVE_UP * best and budget > BUDGET_LEAST:
+                rates = {known: seen for known, seen in rates.items() if known <= budget}
+                break
+    engine.profile = declared
+    return [
+        Row(budget, statistics.median(seen), (min(seen), max(seen)))
+        for budget, seen in rates.items()
+    ]
+
+
+def _run(engine: Engine, lease: Lease, clock: Clock) -> float:
+    """Tokens in and out per second of a busy engine."""
+    tokens = int(pc.sum(pc.list_value_length(lease.tasks.column("tokens"))).as_py())
+    generated, busy_s = engine.stats.generated_tokens, engine.stats.busy_s
+    end_s = clock.monotonic_s() + PATIENCE_S
+    engine.submit(lease)
+    while engine.unfinished():
+        for batch in engine.poll(POLL_S):
+            _require_ok(engine, batch)
+        if clock.monotonic_s() > end_s:
+            raise EngineFailed(
+                f"{engine.name} did not end {tokens} tokens within {PATIENCE_S:.0f} s"
+            )
+    tokens += engine.stats.generated_tokens - generated
+    return tokens / max(engine.stats.busy_s - busy_s, 1e-9)
+
+
+def _require_ok(engine: Engine, batch: pa.RecordBatch) -> None:
+    for row in batch.to_pylist():
+        if row["status"] != "ok":
+            raise EngineFailed(f"{engine.name} cannot be probed: {row['error_text']}")
+
+
+class _Workload:
+    """Prompts of random ids, 64 tokens or the longest that is taken; every lease has task ids of its own."""
+
+    def __init__(self, engine: Engine, vocab_size: int, layer: int) -> None:
+        limits, kinds = engine.manifest, engine.capabilities.kinds
+        self._engine, self._vocab_size = engine.name, vocab_size
+        self._length = min(PROMPT, limits.max_input_len, limits.max_num_tokens)
+        self._new = 0
+        self._sampling: Mapping[str, Any] = {"kind": "embed"}
+        if "generate" in kinds:
+            self._sampling = {"kind": "generate", "temperature": 0.0}
+            self._new = min(NEW, limits.max_seq_len - self._length)
+        elif "embed" not in kinds:
+            self._sampling = {"kind": "hidden", "layers": [layer], "pooling": "mean"}
+        self._draw = np.random.default_rng(1)
+        self._ids = 0
+
+    def lease(self, tokens: int) -> Lease:
+        count = max(tokens // self._length, 1)
+        first, self._ids = self._ids, self._ids + count
+        length = min(self._length, tokens)
+        columns = {
+            "task_id": range(first, first + count),
+            "tokens": list(self._draw.integers(0, self._vocab_size, (count, length), np.uint32)),
+            "max_new_tokens": [self._new] * count,
+            "source_row": range(count),
+            "metadata": [b""] * count,
+            "attempts": [0] * count,
+            "leader": [False] * count,
+        }
+        arrays = [pa.array(columns[item.name], item.type) for item in LEASE_SCHEMA]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=LEASE_SCHEMA)
+        return Lease(1, "probe", self._engine, dict(self._sampling), 0, 0, batch)
+
+
+# ---- kept beside the models, used by the next worker
+
+
+def hardware(device: str) -> str:
+    """The card's model, or the processor's with the number of its cores that this process may use."""
+    number = int(device.partition(":")[2] or 0)
+    if device_kind(device) == "cuda":
+        cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        return _field(cards[number], "Model") if number < len(cards) else "unknown card"
+    model = _field(Path("/proc/cpuinfo"), "model name") or platform.machine()
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _field(path: Path, name: str) -> str:
+    lines = path.read_text().splitlines() if path.exists() else []
+    values = (line.partition(":")[2] for line in lines if line.startswith(name))
+    return next(values, "").strip()
+
+
+def _place(cache: Path, engine: str, device: str) -> Path:
+    return cache / PROFILES / engine / f"{device.replace(':', '-')}.json"
+
+
+def keep(probed: Probed, cache: Path) -> Path:
+    """Written whole, then put in place."""
+    path = _place(cache, probed.engine, probed.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(probed.as_json(), indent=2))
+    draft.replace(path)
+    return path
+
+
+def kept_profile(engine: Engine, cache: Path, device: str) -> Profile | None:
+    """The profile that was measured for this very engine on this very hardware, else None."""
+    path = _place(cache, engine.name, device)
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        same = (found["fingerprint"], found["hardware"]) == (engine.fingerprint, hardware(device))
+        return Profile(**found["profile"]) if same else None
+    except (ValueError, KeyError, TypeError) as fault:
+        raise UsageError(
+            f"the profile kept in {path} is damaged ({fault}): run `fabric engine probe {engine.name}` again"
+        ) from fault
