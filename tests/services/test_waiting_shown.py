@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from fabric_pipelines import waits
 from fabric_pipelines.dataplane.database import Database
 from tests.support import eventually
+from tests.support_command import small_disk
 from tests.support_stage import Stage, stage
 
 ENGINE = "smollm2-135m-instruct@ctranslate2-int8"
@@ -140,3 +142,16 @@ def test_a_reset_home_keeps_no_wait(nowhere: Stage) -> None:
     assert list(folder.iterdir()) == [], "a process that ends takes its file along"
     shutil.rmtree(folder)
     assert waiting(nowhere) == []
+
+
+def test_a_disk_without_a_free_block_still_takes_what_is_waited_for(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "256k") as run, waits.Waits(run, "completion") as mine:
+        with (run / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+            while ballast.write(bytes(4096)):
+                pass
+        mine.tell("No space left on device")
+        assert [wait.reason for wait in waits.read(run)] == ["No space left on device"]
+        lines: list[str] = []
+        with waits.Waits(run, "another", say=lines.append):
+            pass
+        assert "No space left on device" in lines[0]
