@@ -168,11 +168,26 @@ def moved_shards(
     new = _new(instance, found)
     # a partition has runs once it is there
     known = [item for item in found if item.shard not in new]
+    wanted = _wanted(instance, known)
     return dg.SensorResult(
-        run_requests=_wanted(instance, known),
+        run_requests=wanted,
+        skip_reason=None if wanted else dg.SkipReason(_why_none(found, new)),
         asset_events=observations(instance, found),
         dynamic_partitions_requests=[shard_names.build_add_request(new)] if new else [],
     )
+
+
+def _why_none(found: Sequence[Staleness], new: Sequence[str]) -> str:
+    """Why no run is asked for, in counts."""
+    if not found:
+        return "no shard is published yet"
+    held = sum(item.due for item in found if item.shard not in new)
+    parts = [
+        f"{len(found)} shard{'s' * (len(found) > 1)}",
+        f"{held} moved and in a run, or waiting after one that failed" if held else "none moved",
+        f"{len(new)} new, looked at by the next tick" if new else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def catch_up(instance: dg.DagsterInstance, database: DatabaseResource) -> list[dg.RunRequest]:

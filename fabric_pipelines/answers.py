@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fabric_pipelines import screen
 from fabric_pipelines.telemetry import format_eta
+from fabric_pipelines.waits import Wait
 
 SHOWN = {
     "processes": ("name", "state", "pid", "restarts", "last_exit"),
@@ -78,6 +81,35 @@ def work_of(broker: Mapping[str, Any]) -> dict[str, Any]:
         "workers": f"{len(broker['consumers'])}{', told to hold' if broker['hold'] else ''}",
         "tasks": [*by_engine.values(), total],
     }
+
+
+def waiting(
+    waits: Sequence[Wait], processes: Sequence[Mapping[str, Any]], now_s: float | None = None
+) -> list[dict[str, Any]]:
+    """One row a process that waits; one of the supervisor's goes by the name it has there."""
+    now = time.time() if now_s is None else now_s
+    names = {row["pid"]: row["name"] for row in processes}
+    return [
+        {
+            "name": names.get(wait.pid, wait.name),
+            "pid": wait.pid,
+            "for": wait.reason,
+            "since": datetime.fromtimestamp(wait.since_s, UTC).isoformat(timespec="seconds"),
+            "seconds": round(max(now - wait.since_s, 0.0), 1),
+        }
+        for wait in waits
+    ]
+
+
+def waits_for_a_person(rows: Sequence[Mapping[str, Any]]) -> Any:
+    if not rows:
+        return "none"
+    return {f"{row['name']} ({row['pid']})": _wait_line(row) for row in rows}
+
+
+def _wait_line(row: Mapping[str, Any]) -> str:
+    minutes, seconds = divmod(int(row["seconds"]), 60)
+    return f"for {minutes}:{seconds:02d} min, since {row['since']}: {row['for']}"
 
 
 def _damage(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,14 +41,13 @@ from fabric_pipelines.records.shape import KINDS, require_function, sampling_kin
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.settings import Settings
-from fabric_pipelines.worker.engines.registry import EngineSpec, engine_spec
+from fabric_pipelines.worker.engines.registry import EngineSpec, spec_of
 from fabric_pipelines.worker.engines.sampling import pass_fields_objection, sampling_objection
 
 if TYPE_CHECKING:
     import polars as pl
 
 ROWS_PER_BATCH = 8192  # a few MB of token ids: one journal frame, one bounded resend
-TASK_BYTES_MAX = FRAME_BYTES_MAX - (64 << 10)  # room for the columns of one row beside it
 COUNT_MAX = arguments.UINT32_MAX  # as token ids and caps travel
 MAX_NEW_TOKENS = 128
 ANSWERED = "it answered before"
@@ -170,13 +169,15 @@ class Fabric:
         wait, chat = arguments.flag("wait", wait), arguments.flag("chat", chat)
         arguments.callback("on_wait", on_wait)
         tags = arguments.labels(labels)
-        spec = engine_spec(arguments.name("engine", engine))
+        spec = spec_of(arguments.name("engine", engine), self.settings.models)
         sampling = _sampling(spec, sampling)
         kind = sampling_kind(sampling)
         require_function(function, kind)
         columns = _columns(kind, max_new_tokens, source_rows, metadata)
         given, prompts = self._prompts(spec, texts, tokens, chat)
-        batches = list(_batches(given, prompts, columns, spec.vocab_size))
+        # a task lies in one frame of one segment, with room for what is written beside it
+        task_bytes_max = min(FRAME_BYTES_MAX, self.settings.segment_bytes) * 7 // 8
+        batches = list(_batches(given, prompts, columns, spec.vocab_size, task_bytes_max))
         count, token_count, fingerprint = fingerprint_of(batches)
         header = Submission(
             submission_id=submission_id_of(
@@ -503,7 +504,11 @@ def _sampling(spec: EngineSpec, asked: Mapping[str, Any] | None) -> Mapping[str,
             f"engine {spec.name} does not do {kind!r}; it does {', '.join(sorted(spec.kinds))}"
         )
     generates = kind == "generate"
-    why = sampling_objection(chosen) if generates else pass_fields_objection(chosen, spec.layers)
+    why = (
+        sampling_objection(chosen, spec.generate_keys)
+        if generates
+        else pass_fields_objection(chosen, spec.layers)
+    )
     if why is not None:
         raise UsageError(f"engine {spec.name} would refuse this sampling: {why}")
     return chosen
@@ -543,7 +548,7 @@ def _columns(kind: str, caps: Any, source_rows: Any, metadata: Any) -> _Columns:
 
 
 def _batches(
-    given: str, prompts: Any, columns: _Columns, vocab_size: int
+    given: str, prompts: Any, columns: _Columns, vocab_size: int, task_bytes_max: int
 ) -> Iterator[pa.RecordBatch]:
     count, caps = len(prompts), columns.caps
     columns.require_rows(count)
@@ -554,7 +559,7 @@ def _batches(
         metadata = None
         if columns.metadata is not None:
             metadata = arguments.bytes_rows("metadata", columns.metadata[part], start)
-        arguments.require_sizes(tokens, metadata, start, TASK_BYTES_MAX)
+        arguments.require_sizes(tokens, metadata, start, task_bytes_max)
         yield task_batch(
             tokens,
             max_new_tokens=caps

@@ -243,8 +243,8 @@ def down(ctx: typer.Context) -> None:
 
 @app.command()
 def status(ctx: typer.Context, as_json: Json = False) -> None:
-    """Tasks by state, per lane and in total, the balance, and the processes."""
-    from fabric_pipelines import answers, supervise
+    """Tasks by state, per lane and in total, the balance, the processes, and what they wait for."""
+    from fabric_pipelines import answers, supervise, waits
     from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
 
@@ -252,12 +252,15 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     state = plain(supervise.state(settings))
     completion = account.read(settings)
     processes = {name: state[name] for name in ("processes", "ui_url")} | {"completion": completion}
+    waiting = answers.waiting(waits.read(settings.waits_dir), state["processes"])
+    processes["waits"] = waiting
+    shown_waits = {"waits": answers.waits_for_a_person(waiting)}
     try:
         broker = _broker_status(settings)
     except BrokerUnavailable:
         # what the broker alone knows is unknown, not zero; its processes are there to be seen
         unknown = dict.fromkeys(Ledger().as_json())
-        shown = {"balance": "unknown", "processes": state["processes"]}
+        shown = {"balance": "unknown"} | shown_waits | {"processes": state["processes"]}
         _emit({**unknown, "lanes": [], **processes}, as_json, shown=shown)
         if why := supervise.fallen(settings):
             raise StorageFailed(why) from None
@@ -266,7 +269,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     ui = {"ui": state["ui_url"] or "not running"}
     if completion is not None:
         ui["bulk writes"] = account.summary(completion)
-    shown = ui | answers.work_of(broker) | {"processes": state["processes"]}
+    shown = ui | answers.work_of(broker) | shown_waits | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
 
@@ -349,7 +352,8 @@ def reset(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Empty the home after asking: journal, embedded database, lake, shards, logs."""
+    """Empty the home after asking: journal, embedded database, lake, shards, logs; and its lines in .env."""
+    from fabric_pipelines.dagster_home import clear_env_file
     from fabric_pipelines.supervise import reset as resetting
 
     settings = _settings(ctx)
@@ -359,7 +363,12 @@ def reset(
     if found.folders and not yes and not typer.confirm("Delete all of it?", err=True):
         raise Interrupted("nothing was deleted")
     gone = resetting.empty(settings)
-    _emit({"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign}, as_json)
+    # where quickstart writes them: the folder it is run in, usually the one that the home is in
+    folders = dict.fromkeys((Path.cwd(), settings.home.parent))
+    cleared = [path for folder in folders if (path := clear_env_file(settings, folder))]
+    _emit(
+        {"removed": gone.folders, "bytes": gone.size, "kept": gone.foreign, "env": cleared}, as_json
+    )
 
 
 @app.command()

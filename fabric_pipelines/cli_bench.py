@@ -76,7 +76,7 @@ def bench_crash(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What a crash after any operation may leave of the broker's log, and what is lost by it; about 30 s."""
+    """What a crash after any operation, or damage to anything it keeps, does to the broker's log; about 45 s."""
     from fabric_pipelines.bench.crash import Options, measure, table
 
     CTRL_C.begin()

@@ -59,7 +59,11 @@ def db_status(ctx: typer.Context, as_json: Json = False) -> None:
     found = plain(state(database))
     answer: dict[str, Any] = {"url": redact(database.url), **plain(database.identity), **found}
     major, minor = divmod(answer["server_version"], 10_000)
-    emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}"})
+    tables = [
+        {**row, "rows": "unknown" if row["rows"] is None else row["rows"]}
+        for row in answer["tables"]
+    ]
+    emit(answer, as_json, shown={**answer, "server_version": f"{major}.{minor}", "tables": tables})
 
 
 @app.command("check")

@@ -82,6 +82,7 @@ def engine_probe(
             "tokens_per_s": f"{row.tokens_per_s:,.0f}",
             "slowest": f"{row.spread[0]:,.0f}",
             "fastest": f"{row.spread[1]:,.0f}",
+            "compared by": f"{row.merit:,.0f}",
         }
         for row in probed.rows
     ]

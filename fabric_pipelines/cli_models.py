@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fabric_pipelines import screen
 from fabric_pipelines.console import emit, require, settings_of
-from fabric_pipelines.errors import Interrupted
+from fabric_pipelines.errors import Interrupted, ModelMissing
 from fabric_pipelines.screen import plain
+
+if TYPE_CHECKING:
+    from fabric_pipelines import models
 
 app = typer.Typer(no_args_is_help=True, help="Model files: pull, list, verify, prune.")
 
@@ -27,7 +29,7 @@ def models_pull(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download, verify by digest, convert once; does nothing when it is there."""
+    """Download, verify by digest, convert once; does nothing when it is there and whole, and makes again what is not."""
     from fabric_pipelines import models
     from fabric_pipelines.telemetry import ProgressBoard
 
@@ -73,29 +75,46 @@ def models_verify(
     name: Annotated[str | None, typer.Argument(help="Only this model; else all pulled.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Hash every file in the cache again; one line a model, exit code 3 if one differs."""
+    """Hash every file in the cache again; one line a model, exit code 3 if one differs, 2 if a part is missing."""
     from fabric_pipelines import models
 
     cache = settings_of(ctx).models
     found = [models.verify(one, cache) for one in ([name] if name else models.pulled(cache))]
-    rows = [{**plain(item), "ok": not item.differences} for item in found]
-    lines = {item.name: _verified_line(item.files, item.size, item.differences) for item in found}
+    rows = [{**plain(item), "ok": item.ok} for item in found]
+    shown: dict[str, object] = {item.name: _verified_line(item) for item in found}
     differences = [line for item in found for line in item.differences]
-    shown = lines or {"models": "none is pulled"}
+    missing = [line for item in found for line in item.missing]
+    wrong = {"differences": differences, "missing": missing}
     emit(
-        {"ok": not differences, "cache": cache, "models": rows},
+        {"ok": all(item.ok for item in found), "cache": cache, "models": rows},
         as_json,
-        shown={**shown, "differences": differences} if differences else shown,
+        shown={
+            **(shown or {"models": "none is pulled"}),
+            **{name: lines for name, lines in wrong.items() if lines},
+        },
     )
+    pulls = " and ".join(f"`fabric models pull {item.name}`" for item in found if not item.ok)
+    several = len(differences) != 1
     require(
         not differences,
-        f"{len(differences)} files of the model cache differ: delete their folders and run `fabric models pull`",
+        f"{len(differences)} file{'s' * several} of the model cache differ{'s' * (not several)}: run {pulls}, which "
+        "makes again what is damaged or missing",
     )
+    if missing:
+        several = len(missing) != 1
+        raise ModelMissing(
+            f"{len(missing)} part{'s' * several} of what is in the model cache {'are' if several else 'is'} missing: "
+            f"run {pulls}"
+        )
 
 
-def _verified_line(files: int, size: int, differences: Sequence[str]) -> str:
-    verdict = f"{len(differences)} DIFFER" if differences else "as pulled"
-    return f"{files} files, {screen.size(size)}, {verdict}"
+def _verified_line(item: models.Verified) -> str:
+    verdict = [
+        f"{len(item.differences)} DIFFER" if item.differences else "",
+        f"{len(item.missing)} MISSING" if item.missing else "",
+    ]
+    words = ", ".join(filter(None, verdict)) or "as pulled"
+    return f"{item.files} files, {screen.size(item.size)}, {words}"
 
 
 @app.command("prune")

@@ -15,6 +15,7 @@ from fabric_pipelines.settings import Settings
 
 CONFIG_NAME = "dagster.yaml"
 WORKSPACE_NAME = "workspace.yaml"
+ENV_NAME = ".env"
 
 
 def ensure_dagster_home(settings: Settings) -> Path:
@@ -33,10 +34,14 @@ def ensure_dagster_home(settings: Settings) -> Path:
     return folder
 
 
+def _lines_of(settings: Settings) -> dict[str, Path]:
+    return {"DAGSTER_HOME": settings.dagster_home, "FABRIC_HOME": settings.home}
+
+
 def write_env_file(settings: Settings, folder: Path) -> Path:
     """Set DAGSTER_HOME and FABRIC_HOME in `folder`/.env; other lines of the file stay as they are."""
-    path = folder / ".env"
-    ours = {"DAGSTER_HOME": settings.dagster_home, "FABRIC_HOME": settings.home}
+    path = folder / ENV_NAME
+    ours = _lines_of(settings)
     try:
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if line.partition("=")[0].strip() not in ours]
@@ -46,5 +51,27 @@ def write_env_file(settings: Settings, folder: Path) -> Path:
     except OSError as fault:
         raise StorageFailed(
             f"{path} cannot be written ({fault.strerror}); set DAGSTER_HOME={settings.dagster_home}"
+        ) from fault
+    return path
+
+
+def clear_env_file(settings: Settings, folder: Path) -> Path | None:
+    """Take out of `folder`/.env what `write_env_file` put there for this home, and the file with it if nothing else
+    is left; its path if there was any of it. A line that names another home stays."""
+    path = folder / ENV_NAME
+    ours = {f"{name}={value}" for name, value in _lines_of(settings).items()}
+    try:
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        kept = [line for line in lines if line.strip() not in ours]
+        if kept == lines:
+            return None
+        if kept:
+            path.write_text("".join(kept))
+        else:
+            path.unlink()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise StorageFailed(
+            f"{path} still names the emptied home and cannot be changed ({fault}): take these lines out of it: "
+            f"{', '.join(sorted(ours))}"
         ) from fault
     return path

@@ -64,11 +64,21 @@ SQL = 'psql "$(fabric db url)" -c "select text from fabric.generate"'
 SAMPLES = 10
 ENGINES = tuple(dict.fromkeys(workload.engine for workload in WORKLOADS.values()))
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+NAME = "quickstart"
+BY_TAG = "fabric/by"  # on every run of this process, also on the one that only reports a generation
+ENDED = [dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
+UNENDED = [status for status in dg.DagsterRunStatus if status not in ENDED]
+BEGUN = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
+KILLED = (
+    "the quickstart that ran this was ended from outside (killed, or the machine went down): the next quickstart "
+    "found it, ended it here and goes on where the work was"
+)
 RUN_TAGS = {
     WAIT_TAG: "true",
     RANGE_START: BOOKS[0],
     RANGE_END: BOOKS[-1],
-    "fabric/run": "quickstart",
+    "fabric/run": NAME,
+    BY_TAG: NAME,
 }
 
 
@@ -200,6 +210,7 @@ def run(settings: Settings, *, progress: ProgressBoard) -> QuickstartReport:
             _services(settings, progress),
             _instance(settings) as instance,
         ):
+            _end_dead_runs(instance, progress)
             before = _settled(settings, prepared)
             with _watched(settings, prepared, progress):
                 run_id = _materialise(instance)
@@ -293,20 +304,56 @@ def _pull_models(settings: Settings, progress: ProgressBoard) -> float:
 
 @contextmanager
 def _services(settings: Settings, progress: ProgressBoard) -> Iterator[None]:
-    """Broker, workers, completion and Postgres: those that run, else started here and stopped at the end."""
-    if supervise.state(settings).running:
+    """Broker, workers, completion and Postgres: those that run, else started here and stopped at the end. So are those
+    of a quickstart that was killed: this one holds the lock, so nobody else will."""
+    found = supervise.state(settings)
+    left = found.running and found.started_by == NAME
+    if found.running and not left:
         progress.say("using the services that run already")
         _require_workers(settings)
         yield
         return
-    progress.say("starting Postgres, broker, completion and three workers")
-    # the twelve lines of what starts and runs are `fabric up`'s; here a failed one names itself
-    supervise.up(settings, ui=False, engines=ENGINES, say=lambda line: None)
+    if left:
+        progress.say(
+            "using the services that a killed quickstart left; they are stopped at the end"
+        )
+    else:
+        progress.say("starting Postgres, broker, completion and three workers")
+        # the twelve lines of what starts and runs are `fabric up`'s; here a failed one names itself
+        supervise.up(
+            settings,
+            ui=False,
+            engines=ENGINES,
+            say=lambda line: None,
+            on_wait=progress.say,
+            started_by=NAME,
+        )
     with CTRL_C.letting_go(lambda: supervise.let_go(settings)):
         try:
+            if left:
+                supervise.join(settings, on_wait=progress.say)
             yield
         finally:
             supervise.down(settings)
+
+
+def _end_dead_runs(instance: dg.DagsterInstance, progress: ProgressBoard) -> None:
+    """Runs that a killed quickstart left open, which would look busy for ever. What somebody started again from the UI
+    has its tags, and a process of its own: the origin tells it."""
+    records = instance.get_run_records(dg.RunsFilter(tags={BY_TAG: NAME}, statuses=UNENDED))
+    dead = [item.dagster_run for item in records if item.dagster_run.remote_job_origin is None]
+    for run in dead:
+        if run.status in BEGUN:
+            instance.report_run_failed(run, KILLED)
+        else:
+            instance.report_run_canceled(run, KILLED)
+    if dead:
+        runs = (
+            "a run that a killed quickstart"
+            if len(dead) == 1
+            else f"{len(dead)} runs that killed quickstarts"
+        )
+        progress.say(f"ended {runs} left open")
 
 
 def _require_workers(settings: Settings) -> None:
@@ -401,7 +448,7 @@ def _materialise(instance: dg.DagsterInstance) -> str:
                 instance=instance,
                 asset_selection=list(request.asset_selection or []),
                 partition_key=request.partition_key,
-                tags=dict(request.tags),
+                tags={**request.tags, BY_TAG: NAME},
                 run_config=QUIET,
             )
     except dg.DagsterUserCodeExecutionError as fault:

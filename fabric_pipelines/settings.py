@@ -226,6 +226,10 @@ class Settings:
         return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}-{mark}"
 
     @property
+    def waits_dir(self) -> Path:
+        return self.runtime_dir / "waits"
+
+    @property
     def journal_dir(self) -> Path:
         return self.home / "journal"
 
@@ -386,6 +390,8 @@ def _convert(value: Any, kind: type) -> Any:
     """The value of a flag, a variable or a key as its setting's type; nothing is rounded or spelled out for it."""
     if issubclass(kind, Path) and isinstance(value, str | Path):
         return Path(value)
+    if kind is str and isinstance(value, Path):
+        return str(value)
     if kind is int and isinstance(value, str):
         try:
             return int(value)

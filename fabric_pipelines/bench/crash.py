@@ -2,7 +2,8 @@
 
 A recorded life of a broker on a simulated disk (every kind of fact, rolls, recycled files, checkpoints, restarts,
 segments that go to the cold tier and come back) is cut after each operation; what POSIX lets the platter hold then
-is recovered by a new broker and held to what had been acknowledged. The one bench that stands on a stand-in, since
+is recovered by a new broker and held to what had been acknowledged. Then what that life keeps and carries is damaged,
+one thing at a time: it must be refused by name or be without effect. The one bench that stands on a stand-in, since
 no real disk can be asked for these states; it measures no speed.
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 from fabric_pipelines.broker.facts import Kind
 from fabric_pipelines.testing.crash_judge import DOUBLED, LOST, UNBALANCED, Judge, states_of
 from fabric_pipelines.testing.crash_life import Life
+from fabric_pipelines.testing.damage_carried import damaged_states
+from fabric_pipelines.testing.damage_judge import OUTCOMES, DamageJudge
 from fabric_pipelines.testing.sim_disk import SimDisk
 
 SHOWN = 5
@@ -34,7 +37,8 @@ class Options:
 
 def measure(options: Options, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """states: distinct ones that were judged; lost, doubled, unbalanced: how many of them broke a promise of that
-    kind; broken: the first of them in words."""
+    kind; damaged: by thing and in all, how many states had one damage, and how many of those were refused by name, had no
+    effect, or were served; broken: the first promises that were not kept, in words."""
     begin_s = time.process_time()
     life = Life(SimDisk()).run()
     say(
@@ -50,11 +54,15 @@ def measure(options: Options, say: Callable[[str], None] = lambda line: None) ->
             torn_each=options.torn_each,
         )
     )
+    say(f"judged {len(judge.states)} states of the disk after crashes")
+    damage = DamageJudge()
+    broken += damage.count(damaged_states(life, seed=options.seed))
     return {
         "states": len(judge.states),
         LOST: judge.broken[LOST],
         DOUBLED: judge.broken[DOUBLED],
         UNBALANCED: judge.broken[UNBALANCED],
+        "damaged": damage.table(),
         "logs": len(judge.logs),
         "operations": len(life.disk.log),
         "acknowledgements": len(life.promises),
@@ -79,5 +87,11 @@ def table(found: dict[str, Any]) -> str:
         f"{len(found['kinds'])} kinds of facts, {found['segments']} segments, seed {found['seed']}",
         "",
     ]
+    lines += ["| damaged | states | refused | harmless | served |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {thing} | {row['states']} | {' | '.join(str(row[name]) for name in OUTCOMES)} |"
+        for thing, row in found["damaged"].items()
+    ]
+    lines.append("")
     lines += [f"{name.replace('_', ' ')}: {count}" for name, count in found["counters"].items()]
     return "\n".join([*lines, *found["broken"]])

@@ -25,7 +25,7 @@ import pyarrow.flight as flight
 from fabric_pipelines.broker.callsocket import CallConnection
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.patience import Patience
-from fabric_pipelines.broker.pieces import Pieces
+from fabric_pipelines.broker.pieces import UPLOAD_BYTES, Pieces
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -127,6 +127,7 @@ class BrokerClient:
         self.timeout_s = timeout_s
         self._place = place
         self.hold_reason = ""
+        self.piece_bytes = UPLOAD_BYTES  # of an upload, at most
         self._client: flight.FlightClient | None = None
         self._pid = 0  # of the process that opened the connection
         self._calls: CallConnection | None = None
@@ -147,7 +148,7 @@ class BrokerClient:
     ) -> BrokerClient:
         """To the broker that settings name, with their credentials where it is on another machine."""
         endpoint = settings.broker_endpoint
-        return cls(
+        made = cls(
             endpoint,
             role=role,
             session=session,
@@ -155,6 +156,9 @@ class BrokerClient:
             credentials=credentials_for(endpoint, settings),
             place=place,
         )
+        # a piece is one frame, which no segment of this home could hold if it were larger
+        made.piece_bytes = min(UPLOAD_BYTES, settings.segment_bytes // 4)
+        return made
 
     def __enter__(self) -> BrokerClient:
         return self
@@ -232,7 +236,7 @@ class BrokerClient:
         Raises SubmissionConflict (same id, other content), SchemaError (nothing of that batch was taken),
         Backpressure (the broker is full for now), StorageFailed (its disk is), BrokerUnavailable.
         """
-        pieces = Pieces(batches)
+        pieces = Pieces(batches, self.piece_bytes)
         self._enqueued = 0
         while True:
             try:

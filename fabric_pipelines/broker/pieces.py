@@ -18,12 +18,12 @@ Piece = tuple[int, pa.RecordBatch]
 
 
 class Pieces:
-    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        self._source = _cut(batches)
+    def __init__(self, batches: Iterable[pa.RecordBatch], bytes_max: int = UPLOAD_BYTES) -> None:
+        self._source = _cut(batches, bytes_max)
         self._kept: deque[Piece] = deque()
 
     def from_row(self, row: int) -> Iterator[Piece]:
-        """(first row, batch) of all that lies at or after `row`, in order, about UPLOAD_BYTES each at most."""
+        """(first row, batch) of all that lies at or after `row`, in order, about `bytes_max` each at most."""
         self.forget_below(row)
         for first, batch in list(self._kept):
             yield _after(first, batch, row)
@@ -44,10 +44,10 @@ def _after(first: int, batch: pa.RecordBatch, row: int) -> Piece:
     return first + skip, batch.slice(skip) if skip else batch
 
 
-def _cut(batches: Iterable[pa.RecordBatch]) -> Iterator[Piece]:
+def _cut(batches: Iterable[pa.RecordBatch], bytes_max: int) -> Iterator[Piece]:
     first = 0
     for batch in batches:
-        rows = max(1, batch.num_rows * UPLOAD_BYTES // max(batch.nbytes, 1))
+        rows = max(1, batch.num_rows * bytes_max // max(batch.nbytes, 1))
         for start in range(0, batch.num_rows, rows):
             yield first + start, batch.slice(start, rows)
         first += batch.num_rows

@@ -27,6 +27,7 @@ from fabric_pipelines.dataplane.watch import Watch
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError, as_line, storage_failed
 from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.waits import Waits
 
 TICK_S = 0.1
 
@@ -70,7 +71,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
     )
 
 
-def run(receiver: Receiver, account: Account) -> None:
+def run(receiver: Receiver, account: Account, waits: Waits) -> None:
     """Until SIGTERM or SIGINT."""
     asked: list[int] = []
 
@@ -84,6 +85,7 @@ def run(receiver: Receiver, account: Account) -> None:
         while not asked:
             account.keep()
             pause_s = receiver.step()
+            waits.tell(receiver.waits_for)
             if not pause_s and not ready:
                 ready = True
                 sys.stdout.write(f"completion ready, process {os.getpid()}\n")
@@ -111,7 +113,8 @@ def main() -> int:
         stack.callback(account.close)
         stack.callback(watch.close)
         watch.start()
-        run(receiver, account)
+        waits = stack.enter_context(Waits(settings.waits_dir, "completion", say=_say))
+        run(receiver, account, waits)
     return 0
 
 

@@ -148,6 +148,7 @@ class Receiver:
     _incarnation: int = 0
     _held: list[_Held] = field(default_factory=list)
     _pause_s: float = 0.0
+    _waits_for: str = ""
     _again: bool = False  # a new session is handed again what is held, so nothing is pulled before that is done
     _targets: list[Target] = field(init=False)
     _threads: list[ThreadPoolExecutor] = field(init=False)
@@ -160,6 +161,11 @@ class Receiver:
     @property
     def holds(self) -> int:
         return sum(held.batch.num_rows for held in self._held)
+
+    @property
+    def waits_for(self) -> str:
+        """What went wrong in the last step and may heal; "" when all is well."""
+        return self._waits_for
 
     def step(self, *, wait_s: float = PULL_WAIT_S) -> float:
         """Do the next piece of work; returns how long to pause before the next step: 0 when all is well and
@@ -176,7 +182,7 @@ class Receiver:
             return self._pause(fault)
         if self._pause_s:
             self.say("completion goes on")
-        self._pause_s = 0.0
+        self._pause_s, self._waits_for = 0.0, ""
         self.gate.waited(gate_s)
         return gate_s
 
@@ -336,6 +342,7 @@ class Receiver:
 
     def _pause(self, fault: FabricError) -> float:
         self.counters.faults += 1
+        self._waits_for = str(fault)
         if not self._pause_s:
             self.say(f"completion waits, holding {self.holds} tasks: {fault}")
         if isinstance(fault, BrokerUnavailable) and self._source is not None:

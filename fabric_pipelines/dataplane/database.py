@@ -7,6 +7,7 @@ journals it does not know once it holds another one's results.
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ class Database:
                     tcp_user_timeout=SILENCE_MS,  # a host that vanished is away, not slow
                     application_name=self.application,
                 )
-            except psycopg.ProgrammingError as fault:
+            except (psycopg.ProgrammingError, UnicodeError) as fault:
                 raise SettingsError(
                     f"the database URL {redact(self.url)!r} cannot be read ({fault}); "
                     "it looks like postgresql://user:password@host:port/name"
@@ -210,12 +211,30 @@ _AWAY_CLASSES = (
     "58",  # system error outside Postgres
 )
 _NOBODY_WORDS = ("No such file or directory", "Connection refused")
-_LOGIN_WORDS = ("authentication failed", "does not exist", "no pg_hba.conf entry")
+_LOGIN_WORDS = (
+    "authentication failed",
+    "does not exist",
+    "is not permitted to log in",
+    "no password supplied",
+    "no pg_hba.conf entry",
+)
+_NOWHERE = re.compile(
+    # what a resolver says for sure; while it is away itself it says "Temporary failure in name resolution"
+    "Name or service not known|No address associated with hostname|"
+    r"invalid port number|invalid \w+ value|does not support SSL, but SSL was required"
+)
 
 
 def translate(fault: psycopg.Error, url: str) -> FabricError:
     where, why = redact(url), " ".join(str(fault).split())
     state = fault.sqlstate or ""
+    if (missing := missing_database(fault)) is not None:
+        return SettingsError(
+            f"the server of {where} has no database {missing!r}: make it with `fabric db init`, or check "
+            "FABRIC_PG_URL"
+        )
+    if not state and _NOWHERE.search(why):
+        return SettingsError(f"{where} leads to no Postgres ({why}); check FABRIC_PG_URL")
     if state[:2] in ("28", "3D") or (not state and any(word in why for word in _LOGIN_WORDS)):
         return SettingsError(f"Postgres at {where} refuses the login ({why}); check FABRIC_PG_URL")
     if state == "25006":
@@ -235,6 +254,12 @@ def translate(fault: psycopg.Error, url: str) -> FabricError:
             f"no Postgres answers at {where} ({why}): start that server, or check FABRIC_PG_URL"
         )
     return StorageFailed(f"Postgres at {where} rejected a statement ({state}: {why})")
+
+
+def missing_database(fault: psycopg.Error) -> str | None:
+    """The name of the database whose absence `fault` is about."""
+    found = re.search(r'database "(.*)" does not exist', str(fault))
+    return found[1] if found and fault.sqlstate in (None, "3D000") else None
 
 
 def _apply_migrations(connection: Connection) -> list[str]:

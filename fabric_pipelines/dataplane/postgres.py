@@ -37,12 +37,15 @@ from fabric_pipelines.dataplane.postgres_binaries import (
     reachable,
 )
 from fabric_pipelines.dataplane.postgres_folder import (
+    FULL,
     SHIM,
     SUPERUSER,
+    WRONG,
     Say,
     ids_arguments,
     initialise,
     server_environment,
+    why_ended,
 )
 from fabric_pipelines.errors import (
     AlreadyRunning,
@@ -293,8 +296,9 @@ class EmbeddedPostgres:
         if self.log is None:
             return f"it ended with status {self._process.returncode if self._process else '?'}"
         lines = self.log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-        fatal = [line for line in lines if "FATAL" in line or "PANIC" in line]
-        return " / ".join((fatal or lines)[-2:]) + f" (log: {self.log})"
+        # its log goes on through restarts: the last thing that went wrong is of this one
+        wrong = [line for line in lines if WRONG.search(line) or FULL.search(line)]
+        return f"{why_ended((wrong or lines)[-1:], self.place.data)} (log: {self.log})"
 
 
 def server_options() -> dict[str, str]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,12 @@ SUPERUSER = "postgres"
 SERVER_UID = 65531
 """Owner of data folders made by root: in the range 65520-65533, which no distribution hands out, so nothing
 else on the machine runs as it. It needs no passwd entry."""
+
+FULL = re.compile(
+    # a write that was cut short is how the last bytes of a disk are met
+    r"No space left on device|Disk quota exceeded|wrote only \d+ of \d+ bytes"
+)
+WRONG = re.compile(r"(?:FATAL|PANIC|error): +(.*)")
 
 Say = Callable[[str], None]
 
@@ -68,8 +75,20 @@ def _run_initdb(binaries: PostgresBinaries, folder: Path, *, durable: bool) -> N
         check=False,
     )
     if done.returncode:
-        why = " ".join((done.stderr or done.stdout).split())[-400:]
-        raise StorageFailed(f"Postgres cannot make its data folder {folder.parent.parent}: {why}")
+        # the folder that stays: its neighbour, in which this one was made, is gone with the answer
+        home = folder.parent.parent
+        why = why_ended((done.stderr or done.stdout).splitlines(), home)
+        raise StorageFailed(f"Postgres cannot make its data folder in {home}: {why}")
+
+
+def why_ended(lines: Sequence[str], folder: Path) -> str:
+    """What a program of Postgres said when it ended, as part of one sentence: the first thing that went wrong, since
+    what follows comes of it. A full disk is told with its remedy."""
+    said = [line.strip() for line in lines if line.strip()]
+    if any(FULL.search(line) for line in said):
+        return f"the disk of {folder} is full: free some space, then run the same command again"
+    wrong = [found[1] for line in said if (found := WRONG.search(line))]
+    return (wrong or said[-1:] or ["it said nothing"])[0].rstrip(".")
 
 
 def _initdb_user() -> pwd.struct_passwd:

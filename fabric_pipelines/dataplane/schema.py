@@ -13,7 +13,13 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from fabric_pipelines.dataplane.database import Connection, Database, get_meta, translated
+from fabric_pipelines.dataplane.database import (
+    Connection,
+    Database,
+    get_meta,
+    missing_database,
+    translated,
+)
 from fabric_pipelines.dataplane.sql import migrations, query
 from fabric_pipelines.errors import SettingsError, UsageError
 from fabric_pipelines.settings import redact
@@ -33,10 +39,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """rows: the planner's estimate, -1 before the table was analysed; size: bytes with indexes and TOAST."""
+    """rows: the planner's estimate, None before the table was first analysed; size: bytes with indexes and TOAST."""
 
     name: str
-    rows: int
+    rows: int | None
     size: int
 
 
@@ -87,7 +93,9 @@ def state(database: Database) -> State:
             pending=[name for name in known if name not in applied],
             vectors=get_meta(connection, "vectors") or "",
             size=int(size[0]),
-            tables=[Table(name, int(rows), int(of)) for name, rows, of in tables],
+            tables=[
+                Table(name, None if rows < 0 else int(rows), int(of)) for name, rows, of in tables
+            ],
             journals=len(journals),
         )
 
@@ -97,7 +105,8 @@ def _ensure_database(database: Database) -> bool:
     try:
         database.connect().close()
     except SettingsError as refused:
-        missing = _missing_database(refused)
+        cause = refused.__cause__
+        missing = missing_database(cause) if isinstance(cause, psycopg.Error) else None
         if missing is None:
             raise
         maintenance = Database(make_conninfo(database.url, dbname=MAINTENANCE))
@@ -113,16 +122,6 @@ def _ensure_database(database: Database) -> bool:
                 return False  # somebody else was faster
         return True
     return False
-
-
-def _missing_database(refused: SettingsError) -> str | None:
-    """The name of the database whose absence `refused` complains about."""
-    cause = refused.__cause__
-    if isinstance(cause, psycopg.OperationalError) and 'database "' in str(cause):
-        _, _, rest = str(cause).partition('database "')
-        name, _, after = rest.partition('" ')
-        return name if after.startswith("does not exist") else None
-    return None
 
 
 def _require_rights(connection: Connection, database: Database) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from fabric_pipelines.errors import CorruptionFound, VersionRefused
 from fabric_pipelines.ids import INCARNATION_BITS, draw_incarnation
 from fabric_pipelines.journal.files import FileOps, write_all
+from fabric_pipelines.journal.frame import crc32c
 
 FORMAT = 2
 READABLE = (1, FORMAT)  # 1: with the chain that only counts frames; such a journal stays as it is
@@ -41,6 +42,7 @@ def write_identity(ops: FileOps, folder: Path, identity: Identity) -> None:
         "format": identity.format,
         "journal_id": identity.journal_id,
         "incarnation": identity.incarnation,
+        "crc32c": _crc_of(identity),
     }
     beside = folder / f"{NAME}.new"
     if beside.name in ops.names(folder):
@@ -55,9 +57,14 @@ def write_identity(ops: FileOps, folder: Path, identity: Identity) -> None:
     ops.fsync_folder(folder)
 
 
+def _crc_of(identity: Identity) -> int:
+    said = f"{identity.format} {identity.journal_id} {identity.incarnation}"
+    return crc32c(said.encode())
+
+
 def read_identity(ops: FileOps, folder: Path) -> Identity | None:
-    """None if the journal was never created. Raises CorruptionFound if the file is unreadable as JSON, and
-    VersionRefused for another format."""
+    """None if the journal was never created. Raises CorruptionFound if the file is unreadable as JSON or does not match
+    its CRC32C, which files from before have none of, and VersionRefused for another format."""
     if NAME not in ops.names(folder):
         return None
     path = folder / NAME
@@ -75,6 +82,11 @@ def read_identity(ops: FileOps, folder: Path) -> Identity | None:
         raise VersionRefused(
             f"{path} has journal format {found}, this version reads formats up to {FORMAT}: use the version that "
             "wrote it"
+        )
+    if "crc32c" in content and content["crc32c"] != _crc_of(identity):
+        raise CorruptionFound(
+            f"{path} does not match its CRC32C: restore this file from a copy; its journal_id also stands in every "
+            "segment and in the database"
         )
     if not whole:
         raise CorruptionFound(f"{path} holds an impossible identity: restore this file from a copy")

@@ -425,7 +425,13 @@ def _require_joined(
     SEAL, which only an untouched newest segment allows."""
     for index, (candidate, scan) in enumerate(zip(live[:-1], scans[:-1], strict=True)):
         following = live[index + 1].start
-        if scan.last_lsn != following.last_lsn or scan.chain != following.chain:
+        if scan.last_lsn == following.last_lsn and scan.chain != following.chain:
+            raise CorruptionFound(
+                f"segment {candidate.path} (epoch {candidate.epoch}) is whole and not the one that this journal goes on "
+                f"from: LSN {candidate.start.last_lsn + 1}..{scan.last_lsn} in it were never acknowledged; restore "
+                "the file from a copy"
+            )
+        if scan.last_lsn != following.last_lsn:
             raise CorruptionFound(_damaged(ops, candidate, scan, following.last_lsn, salt))
         if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
             raise CorruptionFound(

@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.errors import DigestMismatch, ModelMissing, StorageFailed
+from fabric_pipelines.errors import (
+    DigestMismatch,
+    ModelMissing,
+    SourceUnreachable,
+    StorageFailed,
+)
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models import catalogue, recipes
 from fabric_pipelines.models.catalogue import ModelSpec, spec_of
@@ -35,6 +40,7 @@ from fabric_pipelines.models.recipes import (
 )
 from fabric_pipelines.models.sources import acquire, sha256_file
 from fabric_pipelines.models.tokenisation import Tokeniser
+from fabric_pipelines.models.wholeness import examine_part, examine_sources
 from fabric_pipelines.telemetry import ProgressBoard
 
 LOCK_POLL_S = 0.2
@@ -77,19 +83,26 @@ def pull(
     source: str | None = None,
     progress: ProgressBoard | None = None,
 ) -> ModelFiles:
-    """Make `name` ready to open. Does nothing, offline too, when it is ready. Raises DigestMismatch,
-    SourceUnreachable, MissingDependency or StorageFailed; what is in the cache stays whole in any case."""
+    """Make `name` ready to open. Does nothing, offline too, when it is there and every file hashes to what it was;
+    what is damaged is fetched or converted again and takes the old one's place. Raises DigestMismatch,
+    SourceUnreachable, MissingDependency or StorageFailed; what is in the cache stays as it was then."""
     spec = spec_of(name)
     files = layout(spec, cache)
-    if _complete(files):
+    if not _to_make(files):
         return files
     board = progress or ProgressBoard(quiet=True)
     try:
         with _locked(cache / name, board):
             _clear_dead_builds(cache / name)
-            _ensure_sources(files, source, board)
+            broken = _to_make(files)
+            if broken:  # else somebody else made it meanwhile
+                for sentence in (line for lines in broken.values() for line in lines):
+                    board.say(f"{name}: {sentence}; it is made again")
+                if files.sources in broken or not files.sources.is_dir():
+                    _get_sources(files, broken.get(files.sources, ()), source, board)
             for recipe in RECIPES[spec.architecture]:
-                _ensure_part(recipe, files, board)
+                if files.parts[recipe.part] in broken:
+                    _make_part(recipe, files, board)
     except OSError as fault:
         raise StorageFailed(
             f"the model cache {cache} cannot be written ({fault.strerror or fault}): free some space, or "
@@ -101,14 +114,9 @@ def pull(
 def located(name: str, cache: Path) -> ModelFiles:
     """The files of a pulled model, all parts; ModelMissing says how to get it."""
     files = layout(spec_of(name), cache)
-    require_present(files)
-    return files
-
-
-def require_present(files: ModelFiles) -> None:
-    """ModelMissing unless every part has its folder."""
     for folder in files.parts.values():
-        _require_present(files.name, folder)
+        _require_present(name, folder)
+    return files
 
 
 def part_folder(name: str, part: str, cache: Path) -> Path:
@@ -146,8 +154,8 @@ def _made(described: Mapping[str, Any], folder: Path) -> str:
     """How a part came to be, and the way to a whole one; a checkpoint was described where it lies."""
     if "model" in described:
         return (
-            f"converted (sha256 differs): delete the folder {folder} and "
-            f"run `fabric models pull {described['model']}`"
+            "converted (sha256 differs): run "
+            f"`fabric models pull {described['model']}`, which makes {folder.name} again"
         )
     return (
         f"described (sha256 differs): bring the file back, or run `fabric engine build {folder.name}` "
@@ -184,7 +192,7 @@ def layout(spec: ModelSpec, cache: Path) -> ModelFiles:
     home = cache / spec.name
     return ModelFiles(
         spec,
-        home / f"{SOURCES}-{digest([file.sha256 for file in spec.files])[:24]}",
+        sources_folder(spec, cache),
         {
             recipe.part: home / f"{recipe.part}-{recipe.mark(spec)}"
             for recipe in RECIPES[spec.architecture]
@@ -192,34 +200,45 @@ def layout(spec: ModelSpec, cache: Path) -> ModelFiles:
     )
 
 
+def sources_folder(spec: ModelSpec, cache: Path) -> Path:
+    mark = digest([file.sha256 for file in spec.files])[:24]
+    return cache / spec.name / f"{SOURCES}-{mark}"
+
+
 def _current_folders(spec: ModelSpec, cache: Path) -> set[Path]:
     files = layout(spec, cache)
     return {files.sources, *files.parts.values()}
 
 
-def _complete(files: ModelFiles) -> bool:
-    return all(path.is_dir() for path in files.parts.values())
-
-
-def _ensure_sources(files: ModelFiles, source: str | None, board: ProgressBoard) -> None:
-    """Files kept from an earlier pull count only after they were hashed again."""
-    spec = files.spec
+def _to_make(files: ModelFiles) -> dict[Path, tuple[str, ...]]:
+    """Folders that are missing or damaged, with what is wrong in them. Sources may go once all is converted."""
+    found: dict[Path, tuple[str, ...]] = {}
     if files.sources.is_dir():
-        wrong = [f for f in spec.files if sha256_file(files.sources / f.name) != f.sha256]
+        differences = examine_sources(files.sources, files.spec).differences
+        found |= {files.sources: differences} if differences else {}
+    for recipe in RECIPES[files.spec.architecture]:
+        folder = files.parts[recipe.part]
+        if not folder.is_dir():
+            found[folder] = ()
+        elif differences := examine_part(folder, recipe, files.spec).differences:
+            found[folder] = differences
+    return found
+
+
+def _get_sources(
+    files: ModelFiles, wrong: tuple[str, ...], source: str | None, board: ProgressBoard
+) -> None:
+    try:
+        with _published(files.sources) as folder:
+            acquire(files.spec, source, folder, board)
+    except SourceUnreachable as fault:
         if not wrong:
-            return
-        raise DigestMismatch(
-            f"{files.sources / wrong[0].name} changed since it was pulled: "
-            "delete that folder and pull again"
-        )
-    with _published(files.sources) as folder:
-        acquire(spec, source, folder, board)
+            raise
+        raise SourceUnreachable(f"{wrong[0]}, and it cannot be had again: {fault}") from fault
 
 
-def _ensure_part(recipe: Recipe, files: ModelFiles, board: ProgressBoard) -> None:
+def _make_part(recipe: Recipe, files: ModelFiles, board: ProgressBoard) -> None:
     target = files.parts[recipe.part]
-    if target.is_dir():
-        return
     started = time.monotonic()
     with _published(target) as folder:
         write_part(recipe, files.spec, files.sources, folder)
@@ -229,11 +248,14 @@ def _ensure_part(recipe: Recipe, files: ModelFiles, board: ProgressBoard) -> Non
 
 @contextmanager
 def _published(target: Path) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end, or vanishes."""
+    """A new folder that becomes `target` at the end, or vanishes. A damaged one stays until then, and whoever has
+    it open keeps its bytes."""
     folder = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
         yield folder
         folder.chmod(0o755)
+        if target.is_dir():
+            shutil.rmtree(target)
         folder.rename(target)
         _sync_folder(target.parent)
     except BaseException:

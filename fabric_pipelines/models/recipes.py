@@ -77,6 +77,31 @@ class Recipe:
             }
         )[:24]
 
+    def mark_if_installed(self, spec: ModelSpec) -> str | None:
+        """None where its runtime is not installed: which folder would be opened is then unknown."""
+        try:
+            return self.mark(spec)
+        except MissingDependency:
+            return None
+
+
+def manifest_bytes(recipe: Recipe, spec: ModelSpec) -> bytes | None:
+    """What a part says about itself as an engine; None for what is no engine."""
+    if recipe.limits is None:
+        return None
+    manifest = EngineManifest(
+        version=recipe.runtime,
+        architecture=spec.architecture,
+        weight_quantisation=recipe.weight_quantisation,
+        kv_quantisation=recipe.kv_quantisation,
+        world_size=1,
+        max_batch_size=recipe.limits.max_batch_size,
+        max_num_tokens=recipe.limits.max_num_tokens,
+        max_input_len=recipe.limits.max_input_len,
+        max_seq_len=recipe.limits.max_seq_len,
+    )
+    return json.dumps(manifest.as_json(), indent=2).encode()
+
 
 def write_part(recipe: Recipe, spec: ModelSpec, sources: Path, folder: Path) -> None:
     """Convert into `folder` and describe the result there."""
@@ -85,33 +110,27 @@ def write_part(recipe: Recipe, spec: ModelSpec, sources: Path, folder: Path) -> 
         path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.iterdir())
     }
-    contents = {
+    contents = {**origin_of(recipe, spec, files), "files": files, "facts": facts}
+    (folder / CONTENTS).write_bytes(json.dumps(contents, indent=2, sort_keys=True).encode())
+    if (manifest := manifest_bytes(recipe, spec)) is not None:
+        (folder / MANIFEST).write_bytes(manifest)
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def origin_of(
+    recipe: Recipe, spec: ModelSpec, files: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """What a part says of where it came from; all of it follows from recipe, model and the digests of its files."""
+    return {
         "model": spec.name,
         "part": recipe.part,
         "converter": recipe.converter,
         "runtime": recipe.runtime,
         "source_sha256": spec.weights.sha256,
         "weights_sha256": weights_digest(recipe, files),
-        "files": files,
-        "facts": facts,
     }
-    (folder / CONTENTS).write_bytes(json.dumps(contents, indent=2, sort_keys=True).encode())
-    if recipe.limits is not None:
-        manifest = EngineManifest(
-            version=recipe.runtime,
-            architecture=spec.architecture,
-            weight_quantisation=recipe.weight_quantisation,
-            kv_quantisation=recipe.kv_quantisation,
-            world_size=1,
-            max_batch_size=recipe.limits.max_batch_size,
-            max_num_tokens=recipe.limits.max_num_tokens,
-            max_input_len=recipe.limits.max_input_len,
-            max_seq_len=recipe.limits.max_seq_len,
-        )
-        (folder / MANIFEST).write_bytes(json.dumps(manifest.as_json(), indent=2).encode())
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
 
 
 def weights_digest(recipe: Recipe, files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,80 +1,78 @@
 """Upkeep of the model cache: is every file still the one that was pulled or converted, and what does nobody open any more.
 
-Reads and deletes, never mends: what differs is named, and the remedy is to delete that folder and pull again.
+Reads and deletes, never mends: what differs or lacks is named, and the remedy is to pull again.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.errors import ModelMissing, StorageFailed
 from fabric_pipelines.models import catalogue
-from fabric_pipelines.models.cache import (
-    Installed,
-    ModelFiles,
-    contents,
-    installed,
-    layout,
-    lock_if_free,
-    require_present,
-)
-from fabric_pipelines.models.recipes import CONTENTS
-from fabric_pipelines.models.sources import sha256_file
+from fabric_pipelines.models.cache import Installed, installed, lock_if_free, sources_folder
+from fabric_pipelines.models.recipes import RECIPES
+from fabric_pipelines.models.wholeness import Examined, examine_part, examine_sources
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """files, size: what was read, in bytes; differences: one sentence each, empty when all is as written."""
+    """files, size: what was read, in bytes; differences: one sentence each, empty when all is as written; missing: one
+    for each part that the installed runtimes would open and that is not there."""
 
     name: str
     files: int
     size: int
     differences: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences and not self.missing
 
 
 def verify(name: str, cache: Path) -> Verified:
-    """Hash every file of a pulled model again: sources against the catalogue, conversions against what they wrote
-    about themselves. ModelMissing when it is not there."""
+    """Hash every file of a pulled model again, whatever else of it is missing. ModelMissing when nothing is there."""
     spec = catalogue.spec_of(name)
-    files = layout(spec, cache)
-    require_present(files)
-    found: list[str] = []
-    count = size = 0
-    for folder, expected in _expected(files, found):
-        for file, digest in expected.items():
-            path = folder / file
-            count += 1
-            if not path.is_file():
-                found.append(f"{path} is missing")
-            elif sha256_file(path) != digest:
-                found.append(f"{path} changed: its sha256 is another one")
-            size += path.stat().st_size if path.is_file() else 0
-    return Verified(name, count, size, tuple(found))
+    if not _visible(cache / name):
+        raise ModelMissing(
+            f"nothing of model {name} is in {cache}: run `fabric models pull {name}`"
+        )
+    found: list[Examined] = []
+    sources = sources_folder(spec, cache)
+    if sources.is_dir():  # they may go once everything is converted
+        found.append(examine_sources(sources, spec))
+    missing: list[str] = []
+    for recipe in RECIPES[spec.architecture]:
+        mark = recipe.mark_if_installed(spec)
+        folders = list(_folders(cache / name, recipe.part, mark))
+        found += [examine_part(folder, recipe, spec) for folder in folders]
+        if mark is not None and not folders:
+            missing.append(f"{cache / name / f'{recipe.part}-{mark}'} is missing")
+    return Verified(
+        name,
+        sum(item.files for item in found),
+        sum(item.size for item in found),
+        tuple(line for item in found for line in item.differences),
+        tuple(missing),
+    )
 
 
 def pulled(cache: Path) -> list[str]:
-    """Models that can be opened: all their parts are there."""
-    return [
-        name
-        for name, spec in catalogue.MODELS.items()
-        if all(folder.is_dir() for folder in layout(spec, cache).parts.values())
-    ]
+    """Models of which anything is there."""
+    return [name for name in catalogue.MODELS if _visible(cache / name)]
 
 
-def _expected(files: ModelFiles, found: list[str]) -> Iterator[tuple[Path, Mapping[str, str]]]:
-    """Folder and digest by file name; a conversion that cannot say what it holds is a difference itself."""
-    if files.sources.is_dir():  # they may go once everything is converted
-        yield files.sources, {file.name: file.sha256 for file in files.spec.files}
-    for folder in files.parts.values():
-        try:
-            described = contents(folder)["files"]
-            yield folder, {name: entry["sha256"] for name, entry in described.items()}
-        except (OSError, json.JSONDecodeError, KeyError, TypeError):
-            found.append(f"{folder / CONTENTS} cannot be read")
+def _folders(home: Path, part: str, mark: str | None) -> Iterator[Path]:
+    """The folder that the installed runtime would open; all of that part where it is not installed."""
+    pattern = f"{part}-{mark}" if mark else f"{part}-*"
+    return (folder for folder in sorted(home.glob(pattern)) if folder.is_dir())
+
+
+def _visible(home: Path) -> list[Path]:
+    return [path for path in home.glob("[!.]*") if path.is_dir()]
 
 
 def outdated(cache: Path) -> list[Installed]:

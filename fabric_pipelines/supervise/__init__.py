@@ -4,7 +4,7 @@ One idea: the supervisor runs a table of processes and knows nothing of what the
 it loses nothing, since its processes end with it and each of them recovers alone.
 """
 
-from fabric_pipelines.supervise.control import UpReport, down, fallen, let_go, state, up
+from fabric_pipelines.supervise.control import UpReport, down, fallen, join, let_go, state, up
 from fabric_pipelines.supervise.place import ProcessState, SupervisorState
 from fabric_pipelines.supervise.spec import Backoff, ProcessSpec, Ready
 from fabric_pipelines.supervise.table import DEFAULT_ENGINES
@@ -19,6 +19,7 @@ __all__ = [
     "UpReport",
     "down",
     "fallen",
+    "join",
     "let_go",
     "state",
     "up",

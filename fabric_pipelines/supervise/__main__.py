@@ -26,7 +26,9 @@ def main() -> int:
     place = Place(home, runtime_dir, log_dir, order["mark"])
     table = [ProcessSpec.from_json(spec) for spec in order["table"]]
     _say(f"supervisor of {len(table)} processes, pid {os.getpid()}")
-    supervisor = Supervisor(table, place, ui_url=order["ui_url"], say=_say)
+    supervisor = Supervisor(
+        table, place, ui_url=order["ui_url"], say=_say, started_by=order["started_by"]
+    )
     supervisor.run()
     _say("everything is stopped")
     return 1 if supervisor.lost else 0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fabric_pipelines import waits
 from fabric_pipelines.errors import (
     AlreadyRunning,
     FabricError,
@@ -38,6 +39,7 @@ from fabric_pipelines.supervise.place import (
 from fabric_pipelines.supervise.spec import ProcessSpec, levels
 from fabric_pipelines.supervise.supervisor import ORPHAN_GRACE_S, Supervisor
 from fabric_pipelines.supervise.table import DEFAULT_ENGINES, process_table
+from fabric_pipelines.supervise.vigil import Vigil
 
 POLL_S = 0.05
 UP_S = 900.0
@@ -63,15 +65,19 @@ def up(
     foreground: bool = False,
     table: Sequence[ProcessSpec] | None = None,
     say: Callable[[str], None] | None = None,
+    on_wait: Callable[[str], None] | None = None,
+    started_by: str = "",
 ) -> UpReport:
     """Start everything and return once all of it runs; `foreground` stays until it is stopped. `table`
-    replaces the fabric's own processes.
+    replaces the fabric's own processes. on_wait: takes the lines that say what is waited for, in place of `say`;
+    started_by: the command that stops it all at its own end, so that what a killed one leaves is known.
 
     Raises AlreadyRunning for a second one, StartFailed with the sentence of what did not come up (the
     rest is stopped again), Interrupted on Ctrl-C.
     """
     say = _to_stderr if say is None else say
     started_s = time.monotonic()
+    vigil = _vigil(settings, on_wait or say, started_s)
     place = Place.of(settings)
     place.make()
     lock = place.take_lock(patience_s=0.3)
@@ -90,12 +96,12 @@ def up(
                 table, ui_url = process_table(settings, ui=ui, engines=engines)
             levels(table)
             if foreground:
-                return _run_here(settings, place, table, ui_url, say, started_s)
-            _start_detached(settings, place, table, ui_url, lock)
+                return _run_here(settings, place, table, ui_url, say, vigil)
+            _start_detached(settings, place, table, ui_url, lock, started_by)
         finally:
             os.close(lock)
         with CTRL_C.letting_go(lambda: let_go(settings)):
-            return _await_running(place, say, started_s)
+            return _await_running(place, say, vigil)
     except KeyboardInterrupt:
         with CTRL_C.letting_go(lambda: let_go(settings)):
             down(settings)
@@ -105,6 +111,13 @@ def up(
     except FabricError:
         down(settings)
         raise
+
+
+def join(settings: Settings, *, on_wait: Callable[[str], None]) -> UpReport:
+    """Wait until all of what somebody else started runs. Raises StartFailed as `up` does, and stops nothing."""
+    started_s = time.monotonic()
+    place = Place.of(settings)
+    return _await_running(place, lambda line: None, _vigil(settings, on_wait, started_s))
 
 
 def down(settings: Settings, timeout_s: float = DOWN_S) -> tuple[str, ...]:
@@ -155,11 +168,20 @@ def state(settings: Settings) -> SupervisorState:
         ProcessState(item.name, "stopped", None, item.restarts, item.last_exit, item.log)
         for item in found.processes
     )
-    return SupervisorState(False, None, "", gone)
+    return SupervisorState(False, None, "", gone, found.started_by)
+
+
+def _vigil(settings: Settings, say: Callable[[str], None], begun_s: float) -> Vigil:
+    return Vigil(lambda: waits.read(settings.waits_dir), say, begun_s)
 
 
 def _start_detached(
-    settings: Settings, place: Place, table: Sequence[ProcessSpec], ui_url: str, lock: int
+    settings: Settings,
+    place: Place,
+    table: Sequence[ProcessSpec],
+    ui_url: str,
+    lock: int,
+    started_by: str,
 ) -> None:
     """A process in its own session that forks once more, so that nobody has to wait for it."""
     order = {
@@ -170,6 +192,7 @@ def _start_detached(
         "log_dir": str(place.log_dir),
         "mark": place.mark,
         "lock": lock,
+        "started_by": started_by,
     }
     environment = {**os.environ, **settings.as_environment()}
     for name in (MARK_NAME, STARTER_NAME):  # `up` from inside a supervised process
@@ -198,12 +221,12 @@ def _run_here(
     table: Sequence[ProcessSpec],
     ui_url: str,
     say: Callable[[str], None],
-    started_s: float,
+    vigil: Vigil,
 ) -> UpReport:
     before = dict(os.environ)
     os.environ.update(settings.as_environment())
     try:
-        supervisor = Supervisor(table, place, ui_url=ui_url, say=say)
+        supervisor = Supervisor(table, place, ui_url=ui_url, say=say, look=vigil.look)
         supervisor.run()
     finally:
         os.environ.clear()
@@ -216,10 +239,12 @@ def _run_here(
             "`fabric up` goes on where it stopped"
         )
     shown = tuple(child.described() for child in supervisor.children.values())
-    return UpReport(os.getpid(), ui_url, shown, str(place.log_dir), time.monotonic() - started_s)
+    return UpReport(
+        os.getpid(), ui_url, shown, str(place.log_dir), time.monotonic() - vigil.begun_s
+    )
 
 
-def _await_running(place: Place, say: Callable[[str], None], started_s: float) -> UpReport:
+def _await_running(place: Place, say: Callable[[str], None], vigil: Vigil) -> UpReport:
     told: dict[str, str] = {}
     while True:
         found = place.read_state()
@@ -233,7 +258,9 @@ def _await_running(place: Place, say: Callable[[str], None], started_s: float) -
             raise _start_failed(fault)
         if not found.running:
             raise StartFailed(f"the supervisor ended; see its log {place.own_log}")
-        seconds = time.monotonic() - started_s
+        now_s = time.monotonic()
+        seconds = now_s - vigil.begun_s
+        vigil.look(found.processes, now_s)
         if found.all_running and found.pid is not None:
             return UpReport(
                 found.pid, found.ui_url, found.processes, str(place.log_dir), round(seconds, 2)
@@ -258,6 +285,7 @@ def _start_failed(item: ProcessState) -> StartFailed:
 def _already_running(place: Place) -> AlreadyRunning:
     found = place.read_state()
     where = f", UI at {found.ui_url}" if found.ui_url else ""
+    where += f", started by `fabric {found.started_by}`" if found.started_by else ""
     return AlreadyRunning(
         f"already running, pid {found.pid or 'unknown'}{where}: stop it with `fabric down`"
     )

@@ -112,13 +112,27 @@ def check_port(host: str, first: int) -> Finding:
 def check_models(cache: Path) -> Iterator[Finding]:
     from fabric_pipelines import models
 
-    for name in models.MODELS:
-        try:
-            models.located(name, cache)
-        except FabricError as fault:
-            yield Finding(f"model {name}", "warn", "not pulled", str(fault))
-        else:
-            yield Finding(f"model {name}", "ok", f"in {cache}")
+    return (check_model(name, cache) for name in models.MODELS)
+
+
+def check_model(name: str, cache: Path) -> Finding:
+    """Every file is hashed: a damaged one is what nobody sees until a worker refuses it."""
+    from fabric_pipelines import models
+
+    check, pull = f"model {name}", f"run `fabric models pull {name}`"
+    if name not in models.pulled(cache):
+        return Finding(check, "warn", "not pulled", pull)
+    found = models.verify(name, cache)
+    if found.differences:
+        said = "; ".join((*found.differences, *found.missing))
+        return Finding(check, "fail", said, f"{pull}, which makes again what is damaged")
+    if found.missing:
+        return Finding(check, "warn", "; ".join(found.missing), pull)
+    try:
+        models.located(name, cache)
+    except FabricError as fault:  # a runtime is not installed
+        return Finding(check, "warn", "not for the installed runtimes", str(fault))
+    return Finding(check, "ok", f"in {cache}")
 
 
 def _nearest(folder: Path) -> Path:

@@ -41,12 +41,14 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorState:
-    """running: a supervisor holds the lock; pid: its process. Without one, `processes` are those it left."""
+    """running: a supervisor holds the lock; pid: its process. Without one, `processes` are those it left. started_by:
+    the command that stops it at its own end, "" for one that stays until `fabric down`."""
 
     running: bool
     pid: int | None
     ui_url: str
     processes: tuple[ProcessState, ...]
+    started_by: str = ""
 
     @property
     def all_running(self) -> bool:
@@ -117,8 +119,15 @@ class Place:
             os.close(fd)
         return fd is None
 
-    def write_state(self, pid: int, ui_url: str, processes: Sequence[ProcessState]) -> None:
-        content = {"pid": pid, "ui_url": ui_url, "processes": [asdict(item) for item in processes]}
+    def write_state(
+        self, pid: int, ui_url: str, processes: Sequence[ProcessState], started_by: str = ""
+    ) -> None:
+        content = {
+            "pid": pid,
+            "ui_url": ui_url,
+            "processes": [asdict(item) for item in processes],
+            "started_by": started_by,
+        }
         beside = self.state_path.with_suffix(".new")
         beside.write_text(json.dumps(content, indent=1))
         beside.replace(self.state_path)
@@ -130,7 +139,9 @@ class Place:
         except FileNotFoundError:
             return SupervisorState(running, None, "", ())
         processes = tuple(ProcessState(**item) for item in content["processes"])
-        return SupervisorState(running, content["pid"], content["ui_url"], processes)
+        return SupervisorState(
+            running, content["pid"], content["ui_url"], processes, content.get("started_by", "")
+        )
 
     def forget_state(self) -> None:
         self.state_path.unlink(missing_ok=True)

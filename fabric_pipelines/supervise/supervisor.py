@@ -34,10 +34,13 @@ class Supervisor:
         ui_url: str,
         say: Callable[[str], None],
         now_s: Callable[[], float] = time.monotonic,
+        look: Callable[[Sequence[ProcessState], float], None] = lambda found, now_s: None,
+        started_by: str = "",
     ) -> None:
         self._levels = levels(table)
         self._ground = Ground(place)
         self._place, self._ui_url, self._say, self._now_s = place, ui_url, say, now_s
+        self._look, self._started_by = look, started_by
         environment = {**os.environ, MARK_NAME: place.mark, "PYTHONUNBUFFERED": "1"}
         self.children = {
             spec.name: Child(spec, place.log_of(spec.name), environment, say) for spec in table
@@ -91,7 +94,9 @@ class Supervisor:
             if child.state == "waiting" and self._may_start(child):
                 child.start(now)
             child.step(now)
-        if self._show():
+        changed = self._show()
+        self._look(self._seen, now)
+        if changed:
             return 0.0  # what changed may let another one start
         waits = [child.wake_in_s(now) for child in self.children.values()]
         return min((wait for wait in waits if wait is not None), default=IDLE_S)
@@ -144,6 +149,6 @@ class Supervisor:
         changed, self._seen = found != self._seen, found
         if found != self._written:
             with contextlib.suppress(OSError):
-                self._place.write_state(os.getpid(), self._ui_url, found)
+                self._place.write_state(os.getpid(), self._ui_url, found, self._started_by)
                 self._written = found
         return changed

@@ -385,11 +385,12 @@ def _platter_after(disk: SimDisk, after_ops: int) -> _Platter:
     return platter
 
 
-def all_kept(disk: SimDisk) -> CrashState:
-    """Everything that was done has reached the platter."""
-    platter = _platter_after(disk, len(disk.log))
+def all_kept(disk: SimDisk, after_ops: int | None = None) -> CrashState:
+    """Everything that was done, or the first `after_ops` of it, has reached the platter."""
+    after_ops = len(disk.log) if after_ops is None else after_ops
+    platter = _platter_after(disk, after_ops)
     image = platter.image(platter.contents, platter.entries)
-    return CrashState(len(disk.log), "all kept", dict(platter.notes), image)
+    return CrashState(after_ops, "all kept", dict(platter.notes), image)
 
 
 Choice = tuple[str, Sequence[ContentOp], Sequence[EntryOp]]

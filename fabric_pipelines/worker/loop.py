@@ -36,6 +36,8 @@ from fabric_pipelines.worker.throughput import Throughput
 LOG = logging.getLogger("fabric.worker")
 LEASES_PER_REFILL_MAX = 16  # a bound on the loop; one step of any engine outlasts so many
 
+NO_MORE = "the broker gives out no more work for now"
+
 
 class Attached(Protocol):
     """held: ids of the claim that are ours (a field of the broker's AttachReply)."""
@@ -117,6 +119,7 @@ class WorkerLoop:
         *,
         device: str,
         wait: Callable[[float], object],
+        tell: Callable[[str], object] = lambda reason: None,
         pace: Pace | None = None,
         clock: Clock = SYSTEM_CLOCK,
         outbox: Outbox | None = None,
@@ -125,7 +128,7 @@ class WorkerLoop:
         self._engine = engine
         self._source = source
         self._device = device
-        self._wait = wait
+        self._wait, self._tell = wait, tell
         self._pace = pace or Pace()
         self._now = clock.monotonic_s
         self.outbox = outbox or Outbox()
@@ -145,6 +148,7 @@ class WorkerLoop:
         self._retry_delay = self._pace.retry_s
         self._source_is_dry = False
         self._suspect_inside = False
+        self._why_away = self._why_held = ""
 
     @property
     def last_step_s(self) -> float:
@@ -154,6 +158,13 @@ class WorkerLoop:
     @property
     def attached(self) -> bool:
         return self._attached
+
+    @property
+    def waits_for(self) -> str:
+        """What keeps this worker from its work; "" while it has some, or nobody has any for it."""
+        if not self._attached:
+            return self._why_away
+        return self._why_held if self._hold and not len(self.supply) else ""
 
     def request_stop(self) -> None:
         self._stopping = True
@@ -191,6 +202,7 @@ class WorkerLoop:
         self._compute()
         if self._send_is_due():
             self._deliver()
+        self._tell(self.waits_for)
         self._report()
 
     # ---- where we stand
@@ -243,6 +255,7 @@ class WorkerLoop:
     def _lost(self, fault: TransientError, now: float) -> None:
         """No answer: keep everything, come back at once (it may have restarted unnoticed), then with a delay
         that doubles up to its bound."""
+        self._why_away = str(fault)
         if self._attached:
             LOG.warning("broker away, %d results kept: %s", self.outbox.tasks, fault)
             self._attached = False
@@ -271,6 +284,7 @@ class WorkerLoop:
             self._lost(fault, now)
             return
         self._hold = reply.hold
+        self._why_held = (self._why_held or NO_MORE) if reply.hold else ""
         pause = (
             max(reply.retry_after_s, self._pace.poll_s) if reply.hold else self._pace.heartbeat_s
         )
@@ -370,6 +384,7 @@ class WorkerLoop:
                 )
             except Backpressure as fault:
                 self._hold, self._renew_s = True, self._now() + fault.retry_after_s
+                self._why_held = str(fault)
                 return
             except TransientError as fault:
                 self._lost(fault, self._now())
@@ -377,6 +392,7 @@ class WorkerLoop:
             self.counts.lease_s += self._now() - asked_s
             if lease is None:
                 if self._source.hold_reason:
+                    self._why_held = self._source.hold_reason
                     self._hold, self._renew_s = (
                         True,
                         self._now(),

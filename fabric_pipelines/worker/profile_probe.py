@@ -1,6 +1,7 @@
 """Profile probe: run an engine on its card for some seconds, and declare the four numbers from what was seen.
 
-The step's budget is the smallest that is within 3 % of the best rate: beyond it a larger step only makes a drain longer. The
+The step's budget is the smallest that is within 3 % of the best rate: beyond it a larger step only makes a drain longer. On a
+processor that others use too, rates are compared by CPU time, which does not hang on what the others do. The
 window is what the engine eats while the broker is asked. Sequences and cache are the opened engine's own. A continuous
 engine fixed its budget when it was opened, so only its rate is measured.
 """
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,11 +46,13 @@ PROFILES = "profiles"  # <model cache>/profiles/<engine name>/<device>.json
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One budget: median of the rounds' tokens per second of a busy engine, and (slowest, fastest)."""
+    """One budget: medians over the rounds. tokens_per_s: of a busy engine, with (slowest, fastest); merit: what budgets
+    are compared by, tokens per CPU second of an engine on the processor, else the same as tokens_per_s."""
 
     max_num_tokens: int
     tokens_per_s: float
     spread: tuple[float, float]
+    merit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ def probe(
     vocab_size: int,
     layer: int,
     clock: Clock = SYSTEM_CLOCK,
+    cpu_s: Callable[[], float] = time.process_time,
 ) -> Probed:
     """Measure an open engine and give it the profile found. layer: deepest layer that `hidden` may ask for. Raises
     EngineFailed when a task does not come back well."""
@@ -80,9 +85,10 @@ def probe(
     budgets = (
         [engine.profile.max_num_tokens] if engine.capabilities.continuous else _budgets(engine)
     )
-    rows = _measured(engine, budgets, task.lease, clock)
-    best = max(row.tokens_per_s for row in rows)
-    chosen = next(row for row in rows if row.tokens_per_s >= NEAR_BEST * best)
+    meter = _Meter(engine, clock, cpu_s if device_kind(device) == "cpu" else None)
+    rows = _measured(engine, budgets, task.lease, meter)
+    best = max(row.merit for row in rows)
+    chosen = next(row for row in rows if row.merit >= NEAR_BEST * best)
     engine.profile = _profile(engine, chosen)
     return Probed(
         engine.name, engine.fingerprint, device, hardware(device), engine.profile, tuple(rows)
@@ -108,54 +114,85 @@ def _budgets(engine: Engine) -> list[int]:
 
 
 def _measured(
-    engine: Engine, budgets: Sequence[int], lease: Callable[[int], Lease], clock: Clock
+    engine: Engine, budgets: Sequence[int], lease: Callable[[int], Lease], meter: _Meter
 ) -> list[Row]:
     """Round after round over all budgets, so that a busy moment of the machine falls on all of them alike."""
     declared = engine.profile
-    rates: dict[int, list[float]] = {budget: [] for budget in budgets}
+    seen: dict[int, list[_Rate]] = {budget: [] for budget in budgets}
     for round_number in range(ROUNDS):
-        for budget in list(rates):
+        for budget in list(seen):
             engine.profile = replace(
                 declared,
                 max_num_tokens=budget,
                 max_batch_size=min(engine.manifest.max_batch_size, budget),
             )
             if round_number == 0:
-                _run(engine, lease(budget), clock)  # first touch: memory, kernels, caches
-            rate = _run(engine, lease(STEPS * budget), clock)
-            rates[budget].append(rate)
-            best = max(statistics.median(seen) for seen in rates.values() if seen)
-            if round_number == 0 and rate < GIVE_UP * best and budget > BUDGET_LEAST:
-                rates = {known: seen for known, seen in rates.items() if known <= budget}
+                meter.run(lease(budget))  # first touch: memory, kernels, caches
+            seen[budget].append(meter.run(lease(STEPS * budget)))
+            best = max(_merit(rates) for rates in seen.values() if rates)
+            if round_number == 0 and _merit(seen[budget]) < GIVE_UP * best:
+                seen = {known: rates for known, rates in seen.items() if known <= budget}
                 break
     engine.profile = declared
     return [
-        Row(budget, statistics.median(seen), (min(seen), max(seen)))
-        for budget, seen in rates.items()
+        Row(
+            budget,
+            statistics.median(rate.tokens_per_s for rate in rates),
+            (min(rate.tokens_per_s for rate in rates), max(rate.tokens_per_s for rate in rates)),
+            _merit(rates),
+        )
+        for budget, rates in seen.items()
     ]
 
 
-def _run(engine: Engine, lease: Lease, clock: Clock) -> float:
-    """Tokens in and out per second of a busy engine."""
-    tokens = int(pc.sum(pc.list_value_length(lease.tasks.column("tokens"))).as_py())
-    generated, busy_s = engine.stats.generated_tokens, engine.stats.busy_s
-    end_s = clock.monotonic_s() + PATIENCE_S
-    engine.submit(lease)
-    while engine.unfinished():
-        for batch in engine.poll(POLL_S):
-            _require_ok(engine, batch)
-        if clock.monotonic_s() > end_s:
-            raise EngineFailed(
-                f"{engine.name} did not end {tokens} tokens within {PATIENCE_S:.0f} s"
-            )
-    tokens += engine.stats.generated_tokens - generated
-    return tokens / max(engine.stats.busy_s - busy_s, 1e-9)
+def _merit(rates: Sequence[_Rate]) -> float:
+    return statistics.median(rate.merit for rate in rates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    tokens_per_s: float
+    merit: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    """Runs a lease and tells its rates. cpu_s: this process's CPU time, None where the processor does not compute."""
+
+    engine: Engine
+    clock: Clock
+    cpu_s: Callable[[], float] | None
+
+    def run(self, lease: Lease) -> _Rate:
+        engine, tokens = self.engine, _tokens(lease)
+        generated, busy_s = engine.stats.generated_tokens, engine.stats.busy_s
+        started_s = self.cpu_s() if self.cpu_s is not None else 0.0
+        end_s = self.clock.monotonic_s() + PATIENCE_S
+        engine.submit(lease)
+        while engine.unfinished():
+            for batch in engine.poll(POLL_S):
+                _require_ok(engine, batch)
+            if self.clock.monotonic_s() > end_s:
+                raise EngineFailed(
+                    f"{engine.name} did not end {tokens} tokens within {PATIENCE_S:.0f} s"
+                )
+        tokens += engine.stats.generated_tokens - generated
+        per_s = tokens / max(engine.stats.busy_s - busy_s, 1e-9)
+        if self.cpu_s is None:
+            return _Rate(per_s, per_s)
+        return _Rate(per_s, tokens / max(self.cpu_s() - started_s, 1e-9))
+
+
+def _tokens(lease: Lease) -> int:
+    return int(pc.sum(pc.list_value_length(lease.tasks.column("tokens"))).as_py())
 
 
 def _require_ok(engine: Engine, batch: pa.RecordBatch) -> None:
-    for row in batch.to_pylist():
-        if row["status"] != "ok":
-            raise EngineFailed(f"{engine.name} cannot be probed: {row['error_text']}")
+    for status, why in zip(
+        batch.column("status").to_pylist(), batch.column("error_text").to_pylist(), strict=True
+    ):
+        if status != "ok":
+            raise EngineFailed(f"{engine.name} cannot be probed: {why}")
 
 
 class _Workload:

@@ -26,6 +26,7 @@ from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models import contents
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.waits import Waits
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
@@ -104,6 +105,7 @@ def run_worker(
         DeviceLock(device, engine.name, settings.runtime_dir) as lock,
         _opened(engine, settings, device),
         BrokerClient.of(settings, role="consumer", place=lock.place) as client,
+        Waits(settings.waits_dir, f"{engine.name} on {device}", say=LOG.warning) as waits,
     ):
         stop = threading.Event()
         heartbeat_s = min(5.0, settings.lease_ms / 3000)
@@ -112,6 +114,7 @@ def run_worker(
             client,
             device=device,
             wait=partial(_wait, stop),
+            tell=waits.tell,
             pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
         )
         pulse = Pulse(

@@ -80,6 +80,18 @@ def test_status_tells_migrations_and_sizes(database: Database) -> None:
     assert answer["size"] > sum(sizes.values())
 
 
+def test_rows_of_a_table_never_analysed_are_unknown_and_not_minus_one(database: Database) -> None:
+    rows = {row["name"]: row["rows"] for row in _fabric(database, "status")["tables"]}
+    assert rows["embed"] is None
+    shown = CliRunner().invoke(app, ["--set", f"pg_url={database.url}", "db", "status"]).stdout
+    assert "unknown" in shown
+    assert "-1" not in shown
+    with database.session() as connection:
+        connection.execute("analyze fabric.embed")
+    rows = {row["name"]: row["rows"] for row in _fabric(database, "status")["tables"]}
+    assert rows["embed"] == 0
+
+
 def test_init_makes_a_database_that_is_missing(postgres: EmbeddedPostgres) -> None:
     url = postgres.url.replace("/fabric?", "/made_by_init?")
     try:

@@ -79,7 +79,10 @@ def test_no_free_port_for_the_ui_names_the_setting(user: User) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("ui_prot = 1", "unknown settings ['ui_prot']; known are"), ("= 1", "cannot be read")],
+    [
+        ("ui_prot = 1", "unknown settings ['ui_prot']; did you mean ui_port?"),
+        ("= 1", "cannot be read"),
+    ],
 )
 def test_a_wrong_line_in_fabric_toml_is_named(user: User, content: str, said: str) -> None:
     path = user.folder / "fabric.toml"

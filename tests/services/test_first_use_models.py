@@ -68,7 +68,7 @@ def test_verify_says_one_line_a_model_and_names_what_differs(
     assert json.loads(said.out)["models"][0]["differences"] == [
         f"{weights} changed: its sha256 is another one"
     ]
-    assert said.sentence.startswith("1 files of the model cache differ: ")
+    assert said.sentence.startswith("1 file of the model cache differs: run `fabric models pull ")
 
 
 def test_verify_of_what_is_not_there_names_the_command(user: User) -> None:
@@ -82,7 +82,11 @@ def test_prune_shows_asks_and_deletes_only_what_is_outdated(
     user: User, pulled: models.ModelFiles
 ) -> None:
     mine = user.folder / "pruned"
-    shutil.copytree(pulled.sources.parent, mine / MINI)
+    for folder in (
+        pulled.sources,
+        *pulled.parts.values(),
+    ):  # the shared cache may hold outdated ones
+        shutil.copytree(folder, mine / MINI / folder.name)
     old = mine / MINI / "onnxruntime-fp32-0123456789abcdef"
     shutil.copytree(pulled.parts["tokeniser"], old)
     keeper = user.beside(user.home, FABRIC_MODELS=str(mine))
@@ -107,6 +111,6 @@ def test_a_converted_file_with_one_wrong_bit_never_runs(
     flip_one_bit(weights)
     said = user.refused("worker", "run", "--engine", EMBED, code=4)
     assert said == (
-        f"{weights} changed since it was converted (sha256 differs): delete the folder {weights.parent} "
-        f"and run `fabric models pull {MINI}`"
+        f"{weights} changed since it was converted (sha256 differs): run `fabric models pull {MINI}`, which makes "
+        f"{weights.parent.name} again"
     )

@@ -34,6 +34,7 @@ class Fabric:
         self.database, self.instance = database, dg.DagsterInstance.ephemeral()
         self.defs = build_defs()
         self.resources = {"database": DatabaseResource(), "shards": ShardsResource()}
+        self.skipped: str | None = None
 
     def move(self, name: str, rows: int = 20) -> None:
         with self.database.session() as connection:
@@ -53,6 +54,7 @@ class Fabric:
         )
         found = moved_shards(context)
         assert isinstance(found, dg.SensorResult)
+        self.skipped = found.skip_reason and found.skip_reason.skip_message
         for request in found.dynamic_partitions_requests or []:
             self.instance.add_dynamic_partitions("shards", list(request.partition_keys))
         for event in found.asset_events:
@@ -128,6 +130,33 @@ def test_exactly_the_moved_shards_are_requested_until_they_are_built(fabric: Fab
         name: shards.open_generation(fabric.database, ShardsResource().root, name) for name in NAMES
     }
     assert {name: item.number for name, item in rows.items()} == {"alpha": 2, "beta": 1, "gamma": 2}
+
+
+def test_a_tick_that_asks_for_nothing_says_why_in_counts(
+    fabric: Fabric, empty_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric.tick()
+    assert fabric.skipped == "3 shards, none moved"
+    fabric.move("alpha")
+    assert fabric.tick() != []
+    assert fabric.skipped is None
+    fabric.instance.create_run_for_job(
+        job_def=fabric.defs.resolve_implicit_global_asset_job_def(),
+        tags={REFRESH_TAG: "alpha"},
+        status=dg.DagsterRunStatus.STARTED,
+    )
+    fabric.tick()
+    assert fabric.skipped == "3 shards, 1 moved and in a run, or waiting after one that failed"
+    fabric.instance.delete_dynamic_partition("shards", "beta")
+    with dg.build_sensor_context(
+        instance=fabric.instance, resources={"database": DatabaseResource()}
+    ) as context:
+        ticked = moved_shards.evaluate_tick(context)
+    assert ticked.skip_message == f"{fabric.skipped}, 1 new, looked at by the next tick"
+    monkeypatch.setenv("FABRIC_PG_URL", empty_database.url)
+    empty_database.migrate()
+    fabric.tick()
+    assert fabric.skipped == "no shard is published yet"
 
 
 def test_what_follows_turns_stale_with_the_verdict_and_fresh_with_the_build(fabric: Fabric) -> None:

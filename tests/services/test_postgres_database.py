@@ -57,8 +57,48 @@ def test_no_server_is_transient(tmp_path: object) -> None:
 
 def test_a_database_that_does_not_exist_is_a_settings_error(database: Database) -> None:
     head, _, tail = database.url.partition("?")
-    with pytest.raises(SettingsError):
+    with pytest.raises(
+        SettingsError, match=r"has no database '.*_missing': make it with `fabric db init`"
+    ):
         Database(head + "_missing?" + tail).connect()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:secret@no-such-host.invalid/x",
+        f"postgresql://u@{'a' * 70}.example/x",
+        "postgresql://u@127.0.0.1:99999/x",
+        "postgresql://u@127.0.0.1:abc/x",
+        "postgresql://u@127.0.0.1/x?sslmode=never",
+        "postgresql://u@127.0.0.1:1/x?target_session_attrs=foo",
+    ],
+)
+def test_a_url_that_no_wait_can_heal_is_a_settings_error(url: str) -> None:
+    with pytest.raises(SettingsError) as said:
+        Database(url).connect()
+    assert "secret" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "says"),
+    [
+        ("failed to resolve host 'h': [Errno -2] Name or service not known", SettingsError, "leads to no Postgres"),
+        ("failed to resolve host 'h': [Errno -3] Temporary failure in name resolution", DatabaseUnavailable, "start that"),
+        ('connection failed: FATAL: database "d b" does not exist', SettingsError, "no database 'd b'"),
+        ('connection failed: FATAL: role "u" does not exist', SettingsError, "refuses the login"),
+        ('FATAL: role "u" is not permitted to log in', SettingsError, "refuses the login"),
+        ("fe_sendauth: no password supplied", SettingsError, "refuses the login"),
+        ("server does not support SSL, but SSL was required", SettingsError, "leads to no Postgres"),
+        ("connection failed: Connection refused", DatabaseUnavailable, "start that server"),
+    ],
+)  # fmt: skip
+def test_what_fails_to_connect_is_told_by_whether_a_wait_may_heal_it(
+    words: str, kind: type[Exception], says: str
+) -> None:
+    fault = translate(psycopg.OperationalError(words), "postgresql://u@h/d")
+    assert type(fault) is kind
+    assert says in str(fault)
 
 
 def test_an_unreadable_url_is_a_settings_error() -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psycopg
@@ -20,7 +20,12 @@ import pytest
 from fabric_pipelines.dataplane import postgres, postgres_binaries, results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place, find_binaries, place
-from fabric_pipelines.dataplane.postgres_folder import SHIM, ids_arguments, server_environment
+from fabric_pipelines.dataplane.postgres_folder import (
+    SHIM,
+    ids_arguments,
+    server_environment,
+    why_ended,
+)
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import (
     AlreadyRunning,
@@ -31,6 +36,7 @@ from fabric_pipelines.errors import (
 )
 from fabric_pipelines.settings import Settings
 from tests.support import eventually, skip_or_fail
+from tests.support_command import small_disk
 from tests.support_completions import pulled_batch
 
 SMALL = {"shared_buffers": "32MB", "max_connections": "20"}
@@ -374,3 +380,47 @@ def test_the_oldest_server_we_take_keeps_vectors_as_bytes(folder: Path) -> None:
     read = results.read(database, function="embed")
     assert read.column("vector")[0].as_py() == batch.column("vector")[0].as_py()
     server.stop()
+
+
+FULL = "the disk of /d is full: free some space, then run the same command again"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["running bootstrap script ... ", "PANIC: could not write to file: No space left on device", "child process was terminated", "initdb: removing contents"], FULL),
+        (['FATAL:  could not extend file "base/1/2691": wrote only 4096 of 8192 bytes at block 10', "HINT:  Check free disk space."], FULL),
+        (["initdb: error: could not create directory: Disk quota exceeded"], FULL),
+        (["initdb: error: invalid locale name.", "initdb: hint: try another"], "invalid locale name"),
+        (["2026-01-01 [1] FATAL:  data directory has wrong ownership", "2026-01-01 [1] HINT:  The server must be"], "data directory has wrong ownership"),
+        (["Segmentation fault", ""], "Segmentation fault"),
+        ([], "it said nothing"),
+    ],
+)  # fmt: skip
+def test_what_postgres_said_at_its_end_is_a_part_of_one_sentence(
+    lines: list[str], says: str
+) -> None:
+    assert why_ended(lines, Path("/d")) == says
+
+
+def test_a_server_on_a_full_disk_is_told_in_one_sentence(folder: Path, made_folder: Path) -> None:
+    """Not initdb this time: the data is there, and the server finds no room for its pid file."""
+    with small_disk(folder, "60m"):
+        where = _server(folder).place
+        shutil.copytree(made_folder / where.data.name, where.data)
+        if AS_ROOT:
+            owner = (made_folder / where.data.name).stat()
+            for path in [where.data, *where.data.rglob("*")]:
+                os.chown(path, owner.st_uid, owner.st_gid)
+        (folder / "postgres.lock").write_text("1")
+        with (folder / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+            while ballast.write(bytes(1 << 12)):
+                pass
+        server = _server(folder)
+        server.log = made_folder / "server.log"
+        with pytest.raises(StorageFailed) as said:
+            server.start()
+        server.stop()
+    text = str(said.value)
+    assert f"the disk of {where.data} is full: free some space" in text
+    assert not any(word in text for word in ("FATAL", "PANIC", "HINT"))

@@ -19,7 +19,13 @@ from fabric_pipelines import api, cli, settings, supervise
 from fabric_pipelines.api import Fabric
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.patience import Patience
-from fabric_pipelines.errors import Backpressure, BrokerUnavailable, SchemaError, StorageFailed
+from fabric_pipelines.errors import (
+    Backpressure,
+    BrokerUnavailable,
+    SchemaError,
+    StorageFailed,
+    UsageError,
+)
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise import ProcessSpec, Ready
 from fabric_pipelines.supervise.place import Place
@@ -226,4 +232,21 @@ def test_a_disk_that_fills_up_in_the_middle_is_told_by_the_command_with_what_run
     assert 0 < error["accepted_tasks"] == state.enqueued == state.ready
     assert f"{state.enqueued:,} of 120,000 tasks" in done.stderr
     assert "submit the same once more to send the rest" in done.stderr
+    broker.kill()
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 16, 1 << 20])
+def test_the_smallest_segments_take_what_the_largest_do_but_for_a_task_that_none_holds(
+    home: Settings, segment_bytes: int
+) -> None:
+    broker = Broker(replace(home, segment_bytes=segment_bytes))
+    broker.start()
+    fabric = Fabric(broker.settings)
+    work = fabric.submit(function="generate", engine=ENGINE, tokens=[[5] * 200] * 1500)
+    assert work.progress().enqueued == 1500
+    most = segment_bytes * 7 // 8
+    longest = [[5] * (most // 4)]
+    assert fabric.submit(function="generate", engine=ENGINE, tokens=longest).tasks == 1
+    with pytest.raises(UsageError, match=f"task 1 takes .* and at most {most} may be"):
+        fabric.submit(function="generate", engine=ENGINE, tokens=[[5], [5] * (most // 4 + 1)])
     broker.kill()

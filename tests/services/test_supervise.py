@@ -184,6 +184,74 @@ def test_a_process_that_never_gets_ready_is_given_up_by_up(settings: Settings) -
         start(settings, mute)
 
 
+WAITS = """
+import sys, time
+from pathlib import Path
+from fabric_pipelines.waits import Waits
+with Waits(Path(sys.argv[1]), "x") as waits:
+    waits.tell("no Postgres answers")
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
+print("ready: here", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("foreground", [False, True])
+def test_what_a_starting_process_waits_for_is_said_while_it_waits(
+    settings: Settings, tmp_path: Path, foreground: bool
+) -> None:
+    lines: list[str] = []
+    healed = tmp_path / "healed"
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line == "completion waits: no Postgres answers":
+            healed.touch()
+        if foreground and line == "completion is running":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    argv = (sys.executable, "-c", WAITS, str(settings.waits_dir), str(healed))
+    spec = ProcessSpec("completion", argv, ready=SAYS_READY, stop_timeout_s=5.0)
+    supervise.up(settings, table=[spec], say=say, foreground=foreground)
+    assert lines.count("completion waits: no Postgres answers") == 1
+
+
+def test_lines_about_a_wait_go_where_they_are_asked_to(settings: Settings, tmp_path: Path) -> None:
+    lines: list[str] = []
+    healed = tmp_path / "healed"
+
+    def on_wait(line: str) -> None:
+        lines.append(line)
+        healed.touch()
+
+    argv = (sys.executable, "-c", WAITS, str(settings.waits_dir), str(healed))
+    spec = ProcessSpec("completion", argv, ready=SAYS_READY, stop_timeout_s=5.0)
+    others: list[str] = []
+    supervise.up(settings, table=[spec], say=others.append, on_wait=on_wait)
+    assert lines == ["completion waits: no Postgres answers"]
+    assert not [line for line in others if "waits" in line]
+
+
+def test_who_started_what_runs_is_kept_and_told_to_a_second_up(settings: Settings) -> None:
+    supervise.up(settings, table=[script("a")], say=lambda line: None, started_by="quickstart")
+    assert supervise.state(settings).started_by == "quickstart"
+    with pytest.raises(AlreadyRunning, match=r"started by `fabric quickstart`: stop it with"):
+        start(settings, script("a"))
+    supervise.down(settings)
+    start(settings, script("a"))
+    assert supervise.state(settings).started_by == ""
+
+
+def test_joining_what_another_started_waits_until_it_runs(settings: Settings) -> None:
+    report = start(settings, script("a"))
+    joined = supervise.join(settings, on_wait=lambda line: None)
+    assert (joined.pid, joined.processes) == (report.pid, report.processes)
+    supervise.down(settings)
+    with pytest.raises(StartFailed, match="the supervisor ended"):
+        supervise.join(settings, on_wait=lambda line: None)
+
+
 def test_processes_stop_in_reverse_order_of_their_dependencies(
     settings: Settings, tmp_path: Path
 ) -> None:

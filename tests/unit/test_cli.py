@@ -16,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fabric_pipelines import cli
+from fabric_pipelines.dagster_home import write_env_file
 from fabric_pipelines.errors import (
     AlreadyRunning,
     ColdLost,
@@ -28,7 +29,7 @@ from fabric_pipelines.errors import (
     TransientError,
     VersionRefused,
 )
-from fabric_pipelines.settings import OTHER_VARIABLES, Settings
+from fabric_pipelines.settings import OTHER_VARIABLES, Settings, load
 from fabric_pipelines.supervise import doctor, reset
 
 OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
@@ -353,6 +354,24 @@ def test_reset_removes_what_the_fabric_made_and_nothing_else(
     assert (found.size, found.foreign) == (2000, ("mine",))
     reset.remove(found)
     assert [path.name for path in home.iterdir()] == ["mine"]
+
+
+def test_reset_takes_its_lines_out_of_the_env_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    settings = load(environ={"FABRIC_HOME": str(home)}, folder=here)
+    (home / "journal").mkdir(parents=True)
+    (here / ".env").write_text("TOKEN=abc\n")
+    write_env_file(settings, here)
+    write_env_file(settings, home.parent)
+    answer = answer_of(fabric("reset", "--yes", "--json"))
+    assert answer["env"] == [str(here / ".env"), str(home.parent / ".env")]
+    assert (here / ".env").read_text() == "TOKEN=abc\n"
+    assert not (home.parent / ".env").exists()
+    assert answer_of(fabric("reset", "--yes", "--json"))["env"] == []
 
 
 def test_reset_asks_and_a_no_keeps_everything(home: Path) -> None:

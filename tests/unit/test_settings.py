@@ -194,6 +194,13 @@ def test_a_low_water_mark_above_the_high_one_is_refused_with_both(tmp_path: Path
         settings.load(flags, {}, tmp_path)
 
 
+def test_a_path_is_taken_for_every_setting_that_may_hold_one(tmp_path: Path) -> None:
+    place = tmp_path / "here"
+    names = ("home", "models", "lake", "broker_cold", "tls_ca", "tls_cert", "tls_key")
+    loaded = settings.load(dict.fromkeys(names, place), {}, tmp_path)
+    assert {str(getattr(loaded, name)) for name in names} == {str(place)}
+
+
 def test_no_key_of_fabric_toml_is_rounded_or_spelled_out(tmp_path: Path) -> None:
     for line in (
         "lease_ms = 1500.5",

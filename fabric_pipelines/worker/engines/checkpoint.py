@@ -92,6 +92,7 @@ def describe(
         "facts": {
             "context": config["max_position_embeddings"],
             "vocab_size": config["vocab_size"],
+            "layers": config.get("num_hidden_layers", 0),
             "eos_ids": sorted(eos_ids),
             "weights": weights,
         },

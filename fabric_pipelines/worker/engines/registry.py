@@ -20,13 +20,14 @@ from fabric_pipelines.worker.engines.checkpoint import checkpoint_folder
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import EngineFolder, read_folder
 from fabric_pipelines.worker.engines.plans import plan_folder
+from fabric_pipelines.worker.engines.sampling import SAMPLING_KEYS
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """kinds: sampling kinds it serves; vocab_size: token ids are below it; extra: what `pip install
     fabric-pipelines[extra]` brings; dim: of one layer's vector, 0 for generation; layers: last layer number
-    that `hidden` may ask for, 0 otherwise; device: "cpu" or "cuda"."""
+    that `hidden` may ask for, 0 otherwise; device: "cpu" or "cuda"; generate_keys: fields of its sampling."""
 
     name: str
     model: str
@@ -38,6 +39,7 @@ class EngineSpec:
     layers: int
     device: str
     build: Callable[[str, EngineFolder, int], Engine]
+    generate_keys: frozenset[str] = SAMPLING_KEYS
 
 
 def _ctranslate2(name: str, folder: EngineFolder, threads: int) -> Engine:
@@ -147,6 +149,34 @@ def engine_spec(name: str) -> EngineSpec:
         return ENGINES[name]
     except KeyError:
         raise UsageError(f"engine {name!r} is unknown; known are {', '.join(ENGINES)}") from None
+
+
+def spec_of(name: str, cache: Path) -> EngineSpec:
+    """As engine_spec, also for an engine that was described or built in this cache; its model is the part before
+    the "@", which may be none of the catalogue's. UsageError, ModelMissing or ManifestRefused otherwise."""
+    runtime = checkpoint_runtime(name) or plan_runtime(name)
+    if runtime is None:
+        return engine_spec(name)
+    folder = read_folder(engine_folder(name, cache))
+    engine = construct_engine(name, cache=cache, threads=1)
+    layers = folder.facts.get("layers", 0)
+
+    def build(name: str, folder: EngineFolder, threads: int) -> Engine:
+        return construct_engine(name, cache=cache, threads=threads)
+
+    return EngineSpec(
+        name=name,
+        model=name.partition("@")[0],
+        part="",
+        kinds=engine.capabilities.kinds,
+        vocab_size=folder.facts["vocab_size"],
+        extra=runtime.replace("_", "-"),
+        dim=0,
+        layers=layers if isinstance(layers, int) else max(layers),
+        device=engine.capabilities.device,
+        build=build,
+        generate_keys=SAMPLING_KEYS | {"ignore_eos"},
+    )
 
 
 def open_engine(name: str, *, cache: Path, threads: int) -> Engine:

@@ -94,6 +94,7 @@ class TransformersEngine(SteppingEngine):
         )
         self._folder, self._threads, self._device = folder, threads, device
         self._memory_tokens = 0
+        self._attention = varlen.Attention()
         self._model: Any = None
         self._torch: Any = None
         self._library: Any = None
@@ -107,7 +108,7 @@ class TransformersEngine(SteppingEngine):
             raise DeviceRefused(f"{self.name} was asked to run on cuda, and torch finds no device")
         if self._device == "cpu":
             self._torch.set_num_threads(self._threads)
-        varlen.register(self._library, self._torch)
+        self._attention.register(self._library, self._torch)
         from safetensors import SafetensorError
 
         try:
@@ -143,7 +144,9 @@ class TransformersEngine(SteppingEngine):
     def _loaded(self) -> Any:
         torch, path = self._torch, str(self._folder.path)
         config = self._library.AutoConfig.from_pretrained(path, local_files_only=True)
-        attention = "sdpa" if self.manifest.kv_quantisation != "single_pass" else varlen.NAME
+        attention = (
+            "sdpa" if self.manifest.kv_quantisation != "single_pass" else self._attention.name
+        )
         loader, more = self._class()
         if self._folder.facts["weights"] != RANDOM:
             model, found = loader.from_pretrained(
@@ -420,7 +423,8 @@ class PassEngine(TransformersEngine):
     def _pass(self, ids: npt.NDArray[np.int64], packing: varlen.Packing) -> Any:
         row = self._torch.from_numpy(ids)[None].to(self._device)
         more = {} if self._stack is not self._model else {"use_cache": False}
-        return self._model(input_ids=row, position_ids=packing.positions, packing=packing, **more)
+        self._attention.packing = packing
+        return self._model(input_ids=row, position_ids=packing.positions, **more)
 
     def _pool(self, states: Any, packing: varlen.Packing, how: str) -> Any:
         """[T, D] -> float32 [n, D], on the device: what leaves it is a row a sequence, not a row a token."""

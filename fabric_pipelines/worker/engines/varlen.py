@@ -8,17 +8,12 @@ Neither builds a mask, whose size would be the square of the step.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NAME = "fabric_varlen"
-
-
-def register(transformers: Any, torch: Any) -> None:
-    """Make NAME known to transformers; idempotent. A compiled block stops here and goes on behind: the lengths of a
-    step are new every time, and would be compiled for every time."""
-    transformers.AttentionInterface.register(NAME, torch.compiler.disable(attend))
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,18 +36,35 @@ class Packing:
         return cls(tuple(lengths), ends.to(device, torch.int32), positions[None].to(device))
 
 
+class Attention:
+    """The attention of one engine, under a name of its own. `packing` is that of the pass at hand, set before it: handed
+    down through the blocks it would be part of what they are compiled for, and it is new in every step."""
+
+    def __init__(self) -> None:
+        self.name = f"fabric_varlen_{next(_numbers)}"
+        self.packing: Packing | None = None
+
+    def register(self, transformers: Any, torch: Any) -> None:
+        """Make `name` known to transformers. A compiled block stops here and goes on behind."""
+        transformers.AttentionInterface.register(self.name, torch.compiler.disable(self._attend))
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any
+    ) -> tuple[Any, None]:
+        assert self.packing is not None, "a pass has a packing"
+        window = more.get("sliding_window")
+        return attend(module, query, key, value, self.packing, more["scaling"], window), None
+
+
 def attend(
     module: Any,
     query: Any,
     key: Any,
     value: Any,
-    attention_mask: Any,
-    *,
-    scaling: float,
     packing: Packing,
+    scaling: float,
     sliding_window: int | None = None,
-    **unused: Any,
-) -> tuple[Any, None]:
+) -> Any:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. RuntimeError for a sequence
     beyond the model's window: here it would see all of itself."""
     assert query.shape[0] == 1
@@ -65,8 +77,8 @@ def attend(
     causal = bool(getattr(module, "is_causal", False))
     if query.is_cuda and query.element_size() == 2:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return _one_kernel(q, k, v, packing, scaling, causal)[None], None
-    return _one_by_one(query, key, value, packing, scaling, causal), None
+        return _one_kernel(q, k, v, packing, scaling, causal)[None]
+    return _one_by_one(query, key, value, packing, scaling, causal)
 
 
 def _one_kernel(

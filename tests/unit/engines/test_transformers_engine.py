@@ -214,8 +214,7 @@ def test_a_window_shorter_than_a_sequence_is_refused_not_ignored() -> None:
     assert packing.positions.tolist() == [[0, 1, 0, 1, 2]]
     assert packing.ends.tolist() == [0, 2, 5]
     with pytest.raises(RuntimeError, match="3 tokens is longer than the model's window of 2"):
-        varlen.attend(None, states, states, states, None, scaling=1.0, packing=packing,
-                      sliding_window=2)  # fmt: skip
+        varlen.attend(None, states, states, states, packing, 1.0, sliding_window=2)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,13 @@ def test_the_chain_depends_on_what_the_frames_hold() -> None:
     assert chain_of(2, one) != chain_of(2, other)
 
 
-def test_a_new_journal_is_of_the_newest_format(tmp_path: Path) -> None:
+def test_a_new_journal_is_of_the_newest_format_and_its_identity_has_a_crc(tmp_path: Path) -> None:
     Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES).close()
-    assert json.loads((tmp_path / "identity.json").read_text())["format"] == 2
+    path = tmp_path / "identity.json"
+    content = json.loads(path.read_text())
+    said = f"{content['format']} {content['journal_id']} {content['incarnation']}"
+    assert content["format"] == 2
+    assert content["crc32c"] == google_crc32c.value(said.encode())
+    path.write_text(json.dumps(content | {"incarnation": content["incarnation"] ^ 1}))
+    with pytest.raises(CorruptionFound, match=r"identity\.json does not match its CRC32C"):
+        Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES)

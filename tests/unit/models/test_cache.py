@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fabric_pipelines import models
+from fabric_pipelines.cli import app
 from fabric_pipelines.errors import (
     DigestMismatch,
     MissingDependency,
     ModelMissing,
+    SourceUnreachable,
     StorageFailed,
     UsageError,
 )
@@ -20,6 +24,7 @@ from fabric_pipelines.models import cache as cache_module
 from fabric_pipelines.models import catalogue, recipes
 from fabric_pipelines.models.cache import lock_if_free
 from fabric_pipelines.models.catalogue import ModelSpec
+from fabric_pipelines.supervise import doctor
 from fabric_pipelines.telemetry import ProgressBoard
 
 pytestmark = pytest.mark.usefixtures("known")
@@ -69,8 +74,104 @@ def test_kept_sources_are_hashed_again_before_use(cache: Path, tiny_folder: Path
     shutil.rmtree(files.parts["tokeniser"])
     weights = files.sources / "tiny.gguf"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(DigestMismatch, match="changed since it was pulled"):
-        models.pull(NAME, cache)
+    damaged = weights.read_bytes()
+    with pytest.raises(
+        SourceUnreachable, match=r"tiny\.gguf changed: .*, and it cannot be had again"
+    ):
+        models.pull(NAME, cache, source="/no/such/place")
+    assert weights.read_bytes() == damaged
+    assert not files.parts["tokeniser"].exists()
+    models.pull(NAME, cache, source=str(tiny_folder))
+    assert models.verify(NAME, cache).ok
+
+
+def _damages(files: models.ModelFiles) -> dict[str, Path]:
+    """A file of every kind that a model has in the cache."""
+    engine = files.parts["onnxruntime-fp32"]
+    return {
+        "source": files.sources / files.spec.weights.name,
+        "tokeniser": files.parts["tokeniser"] / "tokenizer.json",
+        "weights": engine / "trunk.weights",
+        "graph": engine / "trunk.onnx",
+        "contents": engine / recipes.CONTENTS,
+        "manifest": engine / recipes.MANIFEST,
+    }
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize(
+    "what", ["source", "tokeniser", "weights", "graph", "contents", "manifest"]
+)
+def test_whatever_is_damaged_is_named_by_verify_and_doctor_and_made_again_by_pull(
+    cache: Path, tiny_folder: Path, what: str, how: str
+) -> None:
+    files = models.pull("tiny-bert", cache, source=str(tiny_folder))
+    path = _damages(files)[what]
+    content = path.read_bytes()
+    # of text so that it stays text: a digit of a digest or of a limit
+    at = max(content.rfind(b"1"), 0) if what in ("contents", "manifest") else len(content) // 2
+    bad = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bad if how == "flipped" else content[:-9])
+    found = models.verify("tiny-bert", cache)
+    assert not found.ok
+    assert found.missing == ()
+    folder = str(path.parent)
+    assert found.differences
+    assert all(line.startswith(folder) for line in found.differences), found.differences
+    finding = doctor.check_model("tiny-bert", cache)
+    assert (finding.status, finding.found) == ("fail", "; ".join(found.differences))
+    assert "`fabric models pull tiny-bert`" in finding.fix
+    models.pull("tiny-bert", cache, source=str(tiny_folder))
+    assert models.verify("tiny-bert", cache).ok
+    assert doctor.check_model("tiny-bert", cache).status == "ok"
+    assert path.read_bytes() == content
+
+
+def test_a_missing_part_hides_no_damage_and_both_are_told_by_kind(
+    cache: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = models.pull("tiny-bert", cache, source=str(tiny_folder))
+    monkeypatch.setenv("FABRIC_MODELS", str(cache))
+    shutil.rmtree(files.parts["onnxruntime-fp32"])
+    for arguments in (["verify"], ["verify", "tiny-bert"]):
+        done = CliRunner().invoke(app, ["models", *arguments, "--json"])
+        assert done.exit_code == 2
+        answer = json.loads(done.stdout)
+        assert (answer["ok"], answer["error"]["kind"]) == (False, "ModelMissing")
+        [row] = answer["models"]
+        assert (row["differences"], row["ok"]) == ([], False)
+        assert row["missing"] == [f"{files.parts['onnxruntime-fp32']} is missing"]
+    assert doctor.check_model("tiny-bert", cache).status == "warn"
+    source = files.sources / files.spec.weights.name
+    source.write_bytes(source.read_bytes()[:-1])
+    done = CliRunner().invoke(app, ["models", "verify"])
+    assert done.exit_code == 3
+    assert "1 DIFFER, 1 MISSING" in done.stdout
+    assert str(source) in done.stdout
+    assert str(files.parts["onnxruntime-fp32"]) in done.stdout
+    assert "run `fabric models pull tiny-bert`" in done.stderr
+    assert doctor.check_model("tiny-bert", cache).status == "fail"
+
+
+def test_a_part_whose_runtime_is_not_installed_is_looked_at_and_not_missed(
+    cache: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = models.pull("tiny-bert", cache, source=str(tiny_folder))
+    whole = models.verify("tiny-bert", cache)
+
+    def absent(name: str) -> str:
+        raise recipes.PackageNotFoundError(name)
+
+    monkeypatch.setattr(recipes, "version", absent)
+    assert models.verify("tiny-bert", cache) == whole
+    weights = files.parts["onnxruntime-fp32"] / "trunk.weights"
+    weights.write_bytes(weights.read_bytes() + b"?")
+    assert models.verify("tiny-bert", cache).differences == (
+        f"{weights} changed: its sha256 is another one",
+    )
 
 
 def test_wrong_bytes_leave_nothing_behind(cache: Path, tmp_path: Path) -> None:

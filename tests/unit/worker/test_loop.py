@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedRenew, ScriptedTask
 from fabric_pipelines.testing.scripted_engine import Script, ScriptedEngine, expected_output
 from fabric_pipelines.worker.backpressure import Rung
-from fabric_pipelines.worker.loop import Pace, WorkerLoop
+from fabric_pipelines.worker.loop import NO_MORE, Pace, WorkerLoop
 from fabric_pipelines.worker.outbox import Outbox
 
 
@@ -54,6 +55,7 @@ def worker(
     until_idle: bool = True,
     outbox: Outbox | None = None,
     drain_s: float = 60.0,
+    tell: Callable[[str], object] = lambda reason: None,
 ) -> tuple[WorkerLoop, Hand]:
     hand = Hand()
     engine.open()
@@ -66,6 +68,7 @@ def worker(
         pace=pace,
         clock=hand.clock,
         outbox=outbox,
+        tell=tell,
     )
     return loop, hand
 
@@ -218,6 +221,24 @@ def test_at_the_high_water_mark_the_worker_finishes_what_it_has_and_leases_no_mo
     assert min(hand.waits[-40:]) >= 0.05, "a holding worker does not spin"
     broker.hold = False
     turn_until(loop, lambda: loop.counts.sent == 200)
+
+
+def test_a_worker_tells_what_it_waits_for_and_that_it_no_longer_does() -> None:
+    broker = ScriptedBroker(tasks(4), away=True)
+    told: list[str] = []
+    loop, _ = worker(ScriptedEngine(), broker, until_idle=False, tell=told.append)
+    loop.step()
+    assert "away" in told[-1], told
+    broker.away, broker.hold = False, True
+    turn_until(loop, lambda: told[-1] == "at the high-water mark")
+    assert loop.attached
+    broker.hold = False
+    turn_until(loop, lambda: len(broker.computed_rows) == 4)
+    assert told[-1] == ""
+    broker.hold = True  # heard of by a renewal, which gives no reason
+    turn_until(loop, lambda: told[-1] == NO_MORE or told[-1] == "at the high-water mark")
+    broker.hold = False
+    turn_until(loop, lambda: told[-1] == "")
 
 
 def test_a_filling_outbox_climbs_rung_by_rung_and_the_prefetch_ends_first() -> None:

@@ -45,7 +45,9 @@ def costed(cost_s: Callable[[int], float], **more: Any) -> CostedEngine:
 
 
 def probed(engine: CostedEngine) -> profile_probe.Probed:
-    return probe(engine, device="cpu:0", vocab_size=100, layer=1)
+    """The processor is as busy as the engine says it is."""
+    cpu_s = lambda: engine.stats.busy_s  # noqa: E731
+    return probe(engine, device="cpu:0", vocab_size=100, layer=1, cpu_s=cpu_s)
 
 
 def test_the_smallest_budget_within_three_percent_of_the_best_is_declared() -> None:
@@ -81,6 +83,23 @@ def test_a_continuous_engine_keeps_the_budget_that_it_was_opened_with() -> None:
     assert [row.max_num_tokens for row in found.rows] == [1024]
     assert set(engine.budgets) == {1024}
     assert found.profile.window_tokens == 5000
+
+
+def test_on_a_processor_cpu_time_decides_and_on_a_card_the_engines_own() -> None:
+    """By its own word every step costs alike; by CPU time a step costs 1 ms and 10 us a token."""
+    for device, budget in (("cpu:0", 1024), ("cuda:0", 32)):
+        engine = costed(lambda tokens: tokens * 1e-5)
+        spent = [0.0]
+        real = engine.cost_s
+
+        def cost(tokens: int, spent: list[float] = spent, real: Any = real) -> float:
+            spent[0] += 1e-3 + tokens * 1e-5
+            return float(real(tokens))
+
+        engine.cost_s = cost
+        clock = lambda spent=spent: spent[0]  # noqa: E731
+        found = probe(engine, device=device, vocab_size=100, layer=1, cpu_s=clock)
+        assert found.profile.max_num_tokens == budget
 
 
 def test_every_budget_is_measured_in_every_round_and_ids_never_repeat() -> None:
