@@ -26,7 +26,7 @@
         │   ├── DeviceRefused           no CUDA device, no cubin for it, or too little memory on it
         │   ├── WrongRole               this caller may not make this call
         │   ├── WrongTenant             a task or submission of another tenant
-        │   ├── HomeGone                the folder under a running process was moved, deleted or replaced
+        │   ├── HomeGone                a folder or segment under a running process was moved, deleted, replaced or cut
         │   └── FencingLost             a newer token exists; this holder may not publish
         ├── MissingDependency       an optional package is not installed; names the command
         ├── CheckFailed             a check found a difference (exit code 3)

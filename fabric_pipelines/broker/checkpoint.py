@@ -40,15 +40,29 @@ Codec = Any  # pyarrow ships no types
 
 
 class Checkpoints:
-    """The checkpoint files in a journal's folder. One thread at a time."""
+    """The checkpoint files in a journal's folder, and their one owner: nobody else makes or removes any. From `claim`
+    to `release` the one under way is out of everybody's reach but that of `write`, which alone may run in a helper's
+    thread: its file has its name long before a fact tells of it."""
 
     def __init__(self, folder: Path, journal_id: str, ops: FileOps) -> None:
         self._folder, self._journal_id, self._ops = folder, journal_id, ops
         self._reserved = 0
+        self._claimed: int | None = None
+
+    def claim(self, lsn: int) -> None:
+        """A checkpoint over everything up to `lsn` is under way."""
+        assert self._claimed is None, f"the checkpoint of LSN {self._claimed} is under way"
+        self._claimed = lsn
+
+    def release(self) -> None:
+        """A fact tells of it now, or it came to nothing."""
+        assert self._claimed is not None, "no checkpoint is under way"
+        self._claimed = None
 
     def write(self, snapshot: Snapshot, lsn: int) -> CheckpointTaken | None:
         """Durable and read back on return; the columns of `snapshot` are let go one by one. None if the disk has no room for it: a checkpoint can wait. Any other
         error is StorageFailed, as for the journal itself."""
+        assert lsn == self._claimed, f"the checkpoint of LSN {lsn} is not the one under way"
         pieces, digest = encode(snapshot.head, snapshot.drained(), lsn, self._journal_id)
         size = sum(map(len, pieces))
         path = self._folder / f"{PREFIX}{lsn:016d}"
@@ -74,6 +88,7 @@ class Checkpoints:
 
     def reserve(self, size: int) -> None:
         """Have so many bytes ready for the next one, so that a full disk can still be emptied. Best effort."""
+        assert self._claimed is None, "what lies ready is the one under way's"
         if size <= self._reserved:
             return
         wanted = (size // RESERVE_STEP + 1) * RESERVE_STEP
@@ -101,6 +116,38 @@ class Checkpoints:
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def require(self, fact: CheckpointTaken) -> None:
+        """StorageFailed unless the file that the fact speaks of is here, and durable. Its head is compared, which covers
+        the CRCs of its columns; these were read back when it was written."""
+        path = self._folder / f"{PREFIX}{fact.lsn:016d}"
+        try:
+            found = self._digest(path, fact.size)
+        except OSError as fault:
+            raise _failed(path, "read", fault) from fault
+        if found != fact.digest:
+            how = "is missing" if found is None else "is not what was written, or cut short"
+            raise StorageFailed(
+                f"{path} {how}, so nothing that it stands for was dropped from the log: start the broker again, which "
+                "reads the log itself; see to it that nothing else touches that folder"
+            )
+
+    def _digest(self, path: Path, size: int) -> str | None:
+        """Of the head of a file that is durable on return; None if there is none, "" if it has fewer bytes."""
+        if path.name not in self._ops.names(self._folder):
+            return None
+        fd = self._ops.open(path)
+        try:
+            if self._ops.size(fd) < size:
+                return ""
+            length = PREAMBLE.unpack(read_exactly(self._ops, fd, PREAMBLE.size, 0))[2]
+            whole = min(padded(PREAMBLE.size + length), size)
+            head = read_exactly(self._ops, fd, whole, 0)
+            self._ops.fsync(fd)
+        finally:
+            self._ops.close(fd)
+        self._ops.fsync_folder(self._folder)
+        return hashlib.sha256(head).hexdigest()
+
     def _read(self, path: Path) -> memoryview:
         fd = self._ops.open(path)
         try:
@@ -110,11 +157,12 @@ class Checkpoints:
             self._ops.close(fd)
 
     def keep(self, lsns: Collection[int]) -> None:
-        """Remove the files of all other checkpoints."""
+        """Remove the files of all other checkpoints, but for the one under way."""
+        kept = {*lsns, self._claimed}
         try:
             for name in self._ops.names(self._folder):
                 number = name.removeprefix(PREFIX)
-                if number != name and number.isdigit() and int(number) not in lsns:
+                if number != name and number.isdigit() and int(number) not in kept:
                     self._ops.unlink(self._folder / name)
         except OSError as fault:
             raise _failed(self._folder, "rid of old checkpoints", fault) from fault

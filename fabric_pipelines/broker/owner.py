@@ -63,6 +63,7 @@ from fabric_pipelines.errors import (
     ColdLost,
     CorruptionFound,
     FabricError,
+    HomeGone,
     NotFetched,
     StorageFailed,
     UsageError,
@@ -81,6 +82,7 @@ FRAME_MARGIN_BYTES = 4096  # heads, schema and padding of a submission's first t
 AUDIT_EVERY_S = 10.0
 RATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25  # at the disk
+ENDS = (StorageFailed, HomeGone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class Owner:
             return
         try:
             self.journal.write()
-        except StorageFailed as fault:
+        except ENDS as fault:
             raise Fatal(str(fault)) from fault
         self._group_bytes = 0
 
@@ -201,7 +203,7 @@ class Owner:
             return
         try:
             self.journal.sync()
-        except StorageFailed as fault:
+        except ENDS as fault:
             raise Fatal(str(fault)) from fault
         self.fsyncs += 1
 
@@ -210,7 +212,7 @@ class Owner:
         self.commit()
         try:
             self.journal.mark_durable()
-        except StorageFailed as fault:
+        except ENDS as fault:
             raise Fatal(str(fault)) from fault
 
     def _log(
@@ -259,7 +261,7 @@ class Owner:
                     raise  # does not fit a segment even alone: the caller's batch is too large
                 self.commit()
                 return self.journal.append(kind, pieces, **arguments)
-        except StorageFailed as fault:
+        except ENDS as fault:
             if (refusable or isinstance(fact, Computed)) and self._is_full():
                 if refusable:
                     raise
@@ -272,7 +274,7 @@ class Owner:
         """Whether that is all: the journal works, and refused for want of space."""
         try:
             self.journal.commit()
-        except StorageFailed:
+        except ENDS:
             return False
         self._group_bytes = 0
         if self.upkeep is not None:
@@ -457,7 +459,7 @@ class Owner:
             except UsageError:
                 self.commit()
                 self.journal.require_room(size)
-        except StorageFailed as fault:
+        except ENDS as fault:
             if self._is_full():
                 raise
             raise Fatal(str(fault)) from fault
@@ -621,7 +623,7 @@ class Owner:
             self.scrubbing.tick()
             if self.tiering is not None:
                 self.tiering.tick()
-        except StorageFailed as fault:
+        except ENDS as fault:
             raise Fatal(str(fault)) from fault
 
     # -- completion

@@ -2,7 +2,7 @@
 
 The journal finds bytes that are not what was written; this names the tasks in them. Leasing stops when one of
 them still lives, since its tokens or its outcome are lost here; damage among the dead is reported only, and
-goes with its segment. What was damaged and is whole at the next look was repaired: it is told no more, and what
+goes with its segment. Before it looks into any file, it looks whether each is still there at all. What was damaged and is whole at the next look was repaired: it is told no more, and what
 stopped for it goes on.
 """
 
@@ -45,18 +45,20 @@ class Scrubbing:
         self._stopped_by: dict[int, str] = {}  # LSN: the fault that says so
 
     def tick(self) -> None:
-        """A slice now and then: 8 GiB in about half an hour."""
+        """A slice now and then: 8 GiB in about half an hour. HomeGone if a file is not there any more."""
         now_s = self._clock.monotonic_s()
         if now_s - self._last_s >= EVERY_S:
             self._last_s = now_s
             self.slice(SLICE_BYTES)
 
     def slice(self, budget_bytes: int) -> bool:
-        """Look at about so many bytes more; whether that ended a round."""
+        """Look at about so many bytes more; whether that ended a round. HomeGone as in `tick`."""
+        self._journal.watch()
         return self._look(budget_bytes).round_ended
 
     def whole(self) -> None:
-        """Look at every sealed segment that is here, wherever the round stands."""
+        """Look at every sealed segment that is here, wherever the round stands. HomeGone as in `tick`."""
+        self._journal.watch()
         found = self._look(SLICE_BYTES)
         begun_at = found.first_lsn if found.frames else self._journal.next_lsn
         while not found.round_ended:

@@ -527,10 +527,13 @@ class Tiering:
     # -- over
 
     def _remove_next(self, now_s: float) -> None:
-        """Objects of segments that the log gave up. Not while one is put: it may be of the same name."""
+        """Objects of segments that the log gave up. Not while one is put: it may be of the same name, and the list of
+        stubs is the helper's until then."""
+        if self._uploading is not None or not self._gone.free(now_s):
+            return
         first = self.journal.holdings[0].epoch
         stale = [stub for epoch, stub in self.journal.cold.stubs.items() if epoch < first]
-        if not stale or self._uploading is not None or not self._gone.free(now_s):
+        if not stale:
             return
         cold = self.journal.cold
 

@@ -2,7 +2,9 @@
 
 The owner's thread decides and writes facts; only the bytes of a checkpoint are compressed and written elsewhere
 (`background`). Order is everything: the checkpoint's file is durable before its fact, its fact before a DROP
-that leans on it, the DROP before the journal gives a segment up, and only then do older files go.
+that leans on it, the DROP before the journal gives a segment up, and only then do older files go; that of a
+checkpoint under way never does, whoever asked for it and whatever is cleared meanwhile. No DROP is written whose
+checkpoint is not on the disk at that moment.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ class Upkeep:
         self._words.commit()
         taken, lsn = snapshot.take(self.core.state), self.journal.durable_lsn
         self._behind = 0
+        self._checkpoints.claim(lsn)
         self._underway = self._background(lambda: self._checkpoints.write(taken, lsn))
 
     def settle(self) -> None:
@@ -143,10 +146,12 @@ class Upkeep:
     def _finish_checkpoint(self, taken: CheckpointTaken | None) -> None:
         self._underway = None
         if taken is None:
+            self._checkpoints.release()
             self.counters["checkpoints_refused"] += 1
         else:
             self._words.log([taken])
             self._words.commit()
+            self._checkpoints.release()
             self.counters["checkpoints"] += 1
             self._keep(taken, self.newest)
             self.newest = taken
@@ -258,6 +263,7 @@ class Upkeep:
 
     def _drop(self) -> None:
         assert self.newest is not None
+        self._checkpoints.require(self.newest)
         below, self._below = self._below, 0
         fact = Dropped(below, self.newest.lsn, self.newest.digest)
         self._words.log([fact])

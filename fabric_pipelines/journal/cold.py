@@ -208,10 +208,13 @@ class ColdTier:
     def scrub(self, segment: Segment) -> ScrubSlice:
         """Every frame of the object compared with its CRCs, and all of it with the CRC that its stub kept: ColdLost if it
         is missing, of another size, or whole in itself but not what was put."""
+        stub = self.stubs.get(segment.epoch)
+        if stub is None:  # dropped meanwhile, and removed: the object went before its stub did
+            raise self.lost(segment, segment.first_lsn)
         self._require_size(segment)
         window = _StoreWindow(self, segment, STEP_BYTES)
         found = self._scrub(segment, window, 0, segment.end)
-        if not found.damaged and window.crc_of_all() != self.stubs[segment.epoch].crc:
+        if not found.damaged and window.crc_of_all() != stub.crc:
             raise self._lost(segment, f"is not what was put: {_span(segment)} cannot be relied on")
         return found
 

@@ -14,6 +14,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,16 @@ import numpy as np
 
 T = TypeVar("T")
 IOV_MAX = 1024  # Linux UIO_MAXIOV; a longer vector is EINVAL
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """`links`: how many names the file has; 0 once it was deleted."""
+
+    device: int
+    inode: int
+    links: int
+    size: int
 
 
 class FileOps(Protocol):
@@ -35,6 +46,10 @@ class FileOps(Protocol):
     def open(self, path: Path, *, create: bool = False) -> int: ...
     def close(self, fd: int) -> None: ...
     def size(self, fd: int) -> int: ...
+    def status(self, fd: int) -> FileStatus: ...
+    def status_of(self, path: Path) -> FileStatus | None:
+        """Of whatever has that name now; None if nothing has."""
+
     def fallocate(self, fd: int, size: int) -> None: ...
     def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int: ...
     def preadv(self, fd: int, buffer: memoryview, offset: int) -> int: ...
@@ -142,6 +157,17 @@ class OsFileOps:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def status(self, fd: int) -> FileStatus:
+        found = os.fstat(fd)
+        return FileStatus(found.st_dev, found.st_ino, found.st_nlink, found.st_size)
+
+    def status_of(self, path: Path) -> FileStatus | None:
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStatus(found.st_dev, found.st_ino, found.st_nlink, found.st_size)
 
     def fallocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)

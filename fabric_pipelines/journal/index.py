@@ -12,8 +12,10 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_pipelines.journal.faults import FULL
 from fabric_pipelines.journal.files import FileOps, read_exactly, write_all
 from fabric_pipelines.journal.frame import crc32c
+from fabric_pipelines.journal.segment import Segment
 
 SUFFIX = ".index"
 MAGIC = b"FPI\x01"
@@ -37,8 +39,24 @@ class Index:
         return self.first_lsn + len(self.offsets) - 1
 
 
+def index_of(segment: Segment, chain: int) -> Index:
+    """Of a segment that is sealed with this chain."""
+    return Index(
+        segment.epoch, segment.first_lsn, segment.end, chain, segment.offsets, segment.kinds
+    )
+
+
 def write_index(ops: FileOps, segment: Path, index: Index, journal_id: bytes) -> None:
-    """Over whatever an earlier use of the segment file left there; the length in the header counts."""
+    """Over whatever an earlier use of the segment file left there; the length in the header counts. On a full disk the
+    segment has none, and is read through at the next open."""
+    try:
+        _write(ops, segment, index, journal_id)
+    except OSError as fault:
+        if fault.errno not in FULL:
+            raise
+
+
+def _write(ops: FileOps, segment: Path, index: Index, journal_id: bytes) -> None:
     path = segment.with_suffix(SUFFIX)
     head = HEADER.pack(
         MAGIC,

@@ -9,16 +9,18 @@ write or fsync: the kernel has then already forgotten which pages were lost.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.errors import CorruptionFound, HomeGone, StorageFailed, UsageError
 from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
 from fabric_pipelines.journal.faults import FULL, LOCK, close_all, journal_failed, take_lock
@@ -44,7 +46,7 @@ from fabric_pipelines.journal.frame import (
     salt_of,
 )
 from fabric_pipelines.journal.identity import Identity, read_identity
-from fabric_pipelines.journal.index import Index, write_index
+from fabric_pipelines.journal.index import index_of, write_index
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
@@ -58,9 +60,11 @@ from fabric_pipelines.journal.segment import (
 )
 from fabric_pipelines.journal.store import ObjectStore
 from fabric_pipelines.journal.stub import Stub
+from fabric_pipelines.journal.watch import loss_of
 
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
+_first_lsn = attrgetter("first_lsn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,9 @@ class Journal:
         self._written_lsn = recovered.report.last_lsn
         self._durable_lsn = recovered.report.last_lsn
         self._recorded_lsn = recovered.report.recorded_durable_lsn
+        self._watched_lsn = self._durable_lsn
         self._stopped = ""
+        self._stopped_as: type[StorageFailed] | type[HomeGone] = StorageFailed
         self._syncing = threading.Lock()
         self._lent: list[tuple[Path, int, memoryview]] = []
         self._scrubber = Scrubber(ops, self._salt)
@@ -276,15 +282,33 @@ class Journal:
         return self._written_lsn
 
     def sync(self) -> int:
-        """Second half of `commit`: make durable what was written before this call."""
+        """Second half of `commit`: make durable what was written before this call. HomeGone, with nothing more called
+        durable, if the file that it went into was deleted or cut short."""
         with self._syncing:
             self._require_working()
             target = self._written_lsn
             if target > self._durable_lsn:
                 with self._failing_stops("fdatasync"):
                     self._ops.fdatasync(self._segments[-1].fd)
+                self._require_there(self._segments[-1], by_name=False)
                 self._durable_lsn = target
         return self._durable_lsn
+
+    def watch(self) -> None:
+        """HomeGone, and the end of this journal object, if the file of a live segment was deleted, moved, replaced or cut
+        short: it can be written as ever, and no restart finds what is."""
+        self._require_working()
+        for segment in self._segments:
+            self._require_there(segment, by_name=True)
+        self._watched_lsn = self._durable_lsn
+
+    def _require_there(self, segment: Segment, *, by_name: bool) -> None:
+        with self._failing_stops("looking at its files"):
+            seen = self._watched_lsn, self._durable_lsn
+            gone = loss_of(self._ops, segment, seen, by_name=by_name)
+        if gone is not None:
+            self._stopped, self._stopped_as = str(gone), HomeGone
+            raise gone
 
     def mark_durable(self) -> int:
         """When idle: record durably that the last group is durable, so that damage to it is told from a
@@ -432,6 +456,7 @@ class Journal:
         self._group, self._group_bytes = [], 0
         try:
             if not self._stopped:
+                self.watch()
                 self.mark_durable()
         finally:
             self._stopped = self._stopped or f"the journal {self.folder} is closed"
@@ -473,14 +498,7 @@ class Journal:
         )
 
     def _segment_of(self, lsn: int) -> Segment:
-        low, high = 0, len(self._segments) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._segments[middle].first_lsn <= lsn:
-                low = middle
-            else:
-                high = middle - 1
-        return self._segments[low]
+        return self._segments[bisect_right(self._segments, lsn, key=_first_lsn) - 1]
 
     def _fits(self, size: int, segment: Segment | None = None) -> bool:
         """Whether `size` bytes fit the active segment with room left for its SEAL."""
@@ -504,6 +522,7 @@ class Journal:
 
     def _prepare(self) -> _Spare:
         """Allocate the next segment file: contents, size and name durable before first use."""
+        self.watch()  # a new file could come to lie under the name of a missing one
         with self._failing_stops("preparing a segment"):
             self._take_back()
             if self._free:
@@ -618,6 +637,7 @@ class Journal:
         """New segment durable, then the old one sealed, then the new one used."""
         assert self._spare is not None, "the room for a roll is made at append"
         self.sync()
+        self.watch()
         spare, self._spare = self._spare, None
         old = self._segments[-1]
         new = Segment(
@@ -644,17 +664,7 @@ class Journal:
             segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
             self._ops.fdatasync(segment.fd)
             segment.sealed = True
-            self._write_index(segment, chain)
-
-    def _write_index(self, segment: Segment, chain: int) -> None:
-        index = Index(
-            segment.epoch, segment.first_lsn, segment.end, chain, segment.offsets, segment.kinds
-        )
-        try:
-            write_index(self._ops, segment.path, index, self._uuid)
-        except OSError as fault:
-            if fault.errno not in FULL:  # without it the segment is read through at the next open
-                raise
+            write_index(self._ops, segment.path, index_of(segment, chain), self._uuid)
 
     def _take_back(self) -> None:
         """Files of recycled segments that nobody reads any more may be written again."""
@@ -674,7 +684,7 @@ class Journal:
 
     def _require_working(self) -> None:
         if self._stopped:
-            raise StorageFailed(self._stopped)
+            raise self._stopped_as(self._stopped)
 
     @contextmanager
     def _failing_stops(self, doing: str) -> Iterator[None]:

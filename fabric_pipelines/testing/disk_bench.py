@@ -27,6 +27,7 @@ class DiskBench(Bench):
     store: ObjectStore | None = None
     water: Water | None = None
     porter: Background = at_once
+    writer: Background = at_once
 
     def _open(self) -> Owner:
         journal = Journal.open(
@@ -46,6 +47,7 @@ class DiskBench(Bench):
                 clock=self.time.clock,
                 checkpoints=Checkpoints(self.folder, journal.journal_id, self.ops),
                 checkpoint_bytes=self.checkpoint_bytes,
+                background=self.writer,
                 water=self.water,
                 cold_background=self.porter,
             )

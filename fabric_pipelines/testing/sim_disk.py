@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fabric_pipelines.journal.files import FileStatus
+
 SECTOR_BYTES = 512
 NEIGHBOURS = 6  # pending writes that are tried alone and left out, newest first
 
@@ -204,6 +206,17 @@ class SimDisk:
     def size(self, fd: int) -> int:
         self._call("size")
         return len(self._cache.contents.get(self._open[fd], b""))
+
+    def status(self, fd: int) -> FileStatus:
+        return self._status(self._open[fd])
+
+    def status_of(self, path: Path) -> FileStatus | None:
+        inode = self._cache.entries.get(path)
+        return None if inode is None else self._status(inode)
+
+    def _status(self, inode: int) -> FileStatus:
+        links = list(self._cache.entries.values()).count(inode)
+        return FileStatus(0, inode, links, self.size_of(inode))
 
     def size_of(self, inode: int) -> int:
         return len(self._cache.contents.get(inode, b""))

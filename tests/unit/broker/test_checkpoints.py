@@ -143,6 +143,7 @@ def test_a_checkpoint_that_the_log_does_not_know_is_not_there(bench: DiskBench) 
     upkeep = bench.owner.upkeep
     assert upkeep is not None
     lsn = bench.journal.durable_lsn + 1000
+    upkeep._checkpoints.claim(lsn)
     upkeep._checkpoints.write(snapshot.take(bench.owner.core.state), lsn)
     bench.crash()
     assert bench.owner.restored.from_lsn == 1
