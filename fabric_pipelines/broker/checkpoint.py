@@ -117,8 +117,8 @@ class Checkpoints:
         return f"{path.name} {found}" if isinstance(found, str) else found
 
     def require(self, fact: CheckpointTaken) -> None:
-        """StorageFailed unless the file that the fact speaks of is here, and durable. Its head is compared, which covers
-        the CRCs of its columns; these were read back when it was written."""
+        """StorageFailed unless the file that the fact speaks of is here. Its head is compared, which covers the CRCs of its
+        columns; these were read back, and the file was durable, before there was a fact."""
         path = self._folder / f"{PREFIX}{fact.lsn:016d}"
         try:
             found = self._digest(path, fact.size)
@@ -132,7 +132,7 @@ class Checkpoints:
             )
 
     def _digest(self, path: Path, size: int) -> str | None:
-        """Of the head of a file that is durable on return; None if there is none, "" if it has fewer bytes."""
+        """Of the head of a file; None if there is none, "" if it has fewer bytes."""
         if path.name not in self._ops.names(self._folder):
             return None
         fd = self._ops.open(path)
@@ -141,12 +141,9 @@ class Checkpoints:
                 return ""
             length = PREAMBLE.unpack(read_exactly(self._ops, fd, PREAMBLE.size, 0))[2]
             whole = min(padded(PREAMBLE.size + length), size)
-            head = read_exactly(self._ops, fd, whole, 0)
-            self._ops.fsync(fd)
+            return hashlib.sha256(read_exactly(self._ops, fd, whole, 0)).hexdigest()
         finally:
             self._ops.close(fd)
-        self._ops.fsync_folder(self._folder)
-        return hashlib.sha256(head).hexdigest()
 
     def _read(self, path: Path) -> memoryview:
         fd = self._ops.open(path)
