@@ -166,8 +166,7 @@ class ColdTier:
     def lost(self, segment: Segment, lsn: int) -> ColdLost:
         """What to say of a frame that cannot be had, looking once whether the object is there at all."""
         store, name = self._require_store(), self.object_name(segment.epoch)
-        size, wanted = store.size(name), segment.end
-        whole = f"LSN {segment.first_lsn}..{segment.last_lsn}"
+        size, wanted, whole = store.size(name), segment.end, _span(segment)
         if size is None:
             what = f"is missing: {whole} cannot be read"
         elif size != wanted:
@@ -176,6 +175,9 @@ class ColdTier:
             begin = segment.offsets[lsn - segment.first_lsn]
             end = begin + segment.extent(lsn)
             what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
+        return self._lost(segment, what)
+
+    def _lost(self, segment: Segment, what: str) -> ColdLost:
         return ColdLost(f"object {self.address(segment.epoch)} of the cold tier {what}; {RESTORE}")
 
     def keep(self, frames: Mapping[int, memoryview]) -> None:
@@ -204,26 +206,31 @@ class ColdTier:
         return _StoreWindow(self, segment, STEP_BYTES)
 
     def scrub(self, segment: Segment) -> ScrubSlice:
-        """Every frame of the object compared with its CRCs. ColdLost if it is missing or of another size."""
+        """Every frame of the object compared with its CRCs, and all of it with the CRC that its stub kept: ColdLost if it
+        is missing, of another size, or whole in itself but not what was put."""
         self._require_size(segment)
-        found, _ = self._scrub(segment, 0, segment.end)
+        window = _StoreWindow(self, segment, STEP_BYTES)
+        found = self._scrub(segment, window, 0, segment.end)
+        if not found.damaged and window.crc_of_all() != self.stubs[segment.epoch].crc:
+            raise self._lost(segment, f"is not what was put: {_span(segment)} cannot be relied on")
         return found
 
     def look_again(self, segment: Segment, lsns: Sequence[int]) -> list[ScrubSlice]:
         """The same for those frames alone: what was damaged may have been restored."""
         self._require_size(segment)
-        return [self._scrub(segment, lsn - segment.first_lsn, 1)[0] for lsn in lsns]
+        return [self._look_at(segment, lsn) for lsn in lsns]
+
+    def _look_at(self, segment: Segment, lsn: int) -> ScrubSlice:
+        window = _StoreWindow(self, segment, segment.extent(lsn))
+        return self._scrub(segment, window, lsn - segment.first_lsn, 1)
 
     def _require_size(self, segment: Segment) -> None:
         if self._require_store().size(self.object_name(segment.epoch)) != segment.end:
             raise self.lost(segment, segment.first_lsn)
 
-    def _scrub(self, segment: Segment, at: int, budget_bytes: int) -> tuple[ScrubSlice, int]:
-        step = (
-            STEP_BYTES if at == 0 and budget_bytes > 1 else segment.extent(segment.first_lsn + at)
-        )
-        window, name = _StoreWindow(self, segment, step), self.address(segment.epoch)
-        return scrub_frames(window, segment, self._salt, at, budget_bytes, name=name)
+    def _scrub(self, segment: Segment, window: Window, at: int, budget_bytes: int) -> ScrubSlice:
+        name = self.address(segment.epoch)
+        return scrub_frames(window, segment, self._salt, at, budget_bytes, name=name)[0]
 
     # -- over
 
@@ -275,12 +282,29 @@ class _Part:
 
 
 class _StoreWindow(Window):
+    """Reads forward, and keeps the CRC32C of all bytes from the first on."""
+
     def __init__(self, tier: ColdTier, segment: Segment, step: int) -> None:
         super().__init__(tier._ops, segment.fd, segment.end, step)
         self._tier, self._segment = tier, segment
+        self._crc = self._summed = 0
 
     def _read(self, span: int, offset: int) -> memoryview:
-        return self._tier._read(self._segment, offset, span)
+        part = self._tier._read(self._segment, offset, span)
+        if offset <= self._summed < offset + len(part):
+            self._crc = crc32c(part[self._summed - offset :], self._crc)
+            self._summed = offset + len(part)
+        return part
+
+    def crc_of_all(self) -> int:
+        """Of the whole object; what no frame asked for is read now."""
+        while self._summed < self._segment.end:
+            self._read(min(STEP_BYTES, self._segment.end - self._summed), self._summed)
+        return self._crc
+
+
+def _span(segment: Segment) -> str:
+    return f"LSN {segment.first_lsn}..{segment.last_lsn}"
 
 
 def _close_runs(segment: Segment, lsns: Sequence[int]) -> Iterable[tuple[int, int]]:

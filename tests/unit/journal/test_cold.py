@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,35 @@ def test_a_flipped_bit_anywhere_in_an_object_is_never_believed_and_always_found(
             else:
                 assert bytes(journal.read(lsn).payload) == payload(lsn)
         assert journal.cold.scrub(segment).damaged, at
+
+
+def test_an_object_that_is_whole_in_itself_but_not_what_was_put_is_found_by_the_scrub(
+    tmp_path: Path,
+) -> None:
+    """As of a journal that was copied and went another way: every frame of it is whole and in its place."""
+    stores = []
+    opened(tmp_path / "a", MemoryStore()).close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name, mark in (("a", 1), ("b", 2)):
+        stores.append(MemoryStore())
+        with opened(tmp_path / name, stores[-1]) as made:
+            for _ in range(2):
+                for _ in range(5):
+                    made.append(3, bytes([mark]) * 300, rows=1, time_us=1)
+                made.commit()
+                made.roll()
+            go_cold(made, 1)
+    ours, theirs = stores
+    (name,) = ours.objects
+    assert len(ours.objects[name]) == len(theirs.objects[name])
+    assert ours.objects[name] != theirs.objects[name]
+    with opened(tmp_path / "a", ours) as made:
+        segment = made.sealed_segment(1)
+        assert segment is not None
+        assert made.cold.scrub(segment).damaged == ()
+        ours.objects[name] = theirs.objects[name]
+        with pytest.raises(ColdLost, match="is not what was put: LSN 1"):
+            made.cold.scrub(segment)
 
 
 def test_a_stub_with_any_byte_flipped_is_refused_where_it_is_all_there_is(
