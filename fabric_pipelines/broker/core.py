@@ -306,7 +306,7 @@ class Core:
         self.sessions[name] = session
         self.roster.came(name, session.kind, session.engine, session.tenant)
         tasks, known = self._sequences(np.array(held, np.int64))
-        tasks = self.state.of_tenant(np.unique(tasks[known]), session.tenant)
+        tasks = self.state.served_by(np.unique(tasks[known]), session.engine, session.tenant)
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]

@@ -29,6 +29,7 @@ Sequences = npt.NDArray[np.int64]
 
 RUN_MAX = 1 << 17
 SLICE = 1 << 16
+KEY_MAX = (1 << 64) - 1
 SAMPLES = 64  # keys looked at per run to find the middle of an arc
 NOTHING: Sequences = np.zeros(0, np.int64)
 NO_NUMBERS = np.zeros(0, np.uint32)
@@ -69,7 +70,8 @@ def _merged(runs: list[_Run], keys_of: KeysOf) -> _Run:
 
 @dataclass(slots=True)
 class _Arc:
-    """A stretch of the order from key `low` up to the next arc's. `slice` goes out next, as it lies; `lap` are
+    """A stretch of the order from key `low` up to the next arc's. `slice` goes out next, as it lies, and may hold what is
+    left of another stretch; `lap` are
     sorted runs of keys at or above `cursor`, `next_lap` of keys below it. `unsorted`, by ascending keys, belongs
     to the lap."""
 
@@ -149,10 +151,11 @@ class _Arc:
             self.lap.append(_Run(piece.sorted(self.keys_of)))
         return None
 
-    def split(self) -> _Arc:
+    def split(self, until: int) -> _Arc:
         """Give the later half away: by key, so that no prefix group is torn more than once; by count where
-        all keys are one."""
-        key = _middle(self.runs, self.unsorted, self.keys_of)
+        all keys are one. The cut lies in this stretch, which ends before key `until`, wherever the keys of the slice
+        do: arcs out of order would each take a run of keys that both claim."""
+        key = min(max(_middle(self.runs, self.unsorted, self.keys_of), self.low), until)
         kept, taken = _Arc(self.keys_of), _Arc(self.keys_of, key, cursor=max(key, self.cursor))
         tasks = self.slice.left()
         low = self.keys_of(tasks) < np.uint64(key)
@@ -229,7 +232,7 @@ class PrefixOrder:
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
         """A run sorted by key."""
-        lows = np.array([arc.low for arc in self._arcs[1:]], np.uint64)
+        lows = np.array(self.lows[1:], np.uint64)
         cuts = [0, *np.searchsorted(keys, lows, side="left").tolist(), len(keys)]
         for arc, (begin, end) in zip(self._arcs, pairwise(cuts), strict=True):
             if end > begin:
@@ -313,6 +316,11 @@ class PrefixOrder:
         """(owner, length) of each, by key."""
         return [(arc.owner, len(arc)) for arc in self._arcs]
 
+    @property
+    def lows(self) -> list[int]:
+        """The key at which each arc begins; ascending."""
+        return [arc.low for arc in self._arcs]
+
     def _arc_of(self, who: str) -> _Arc:
         for arc in self._arcs:
             if arc.owner == who:
@@ -327,9 +335,9 @@ class PrefixOrder:
                 self._drop(arc)
         taken = max(self._arcs, key=lambda arc: (arc.owner is None, len(arc)))
         if taken.owner is not None and len(taken) > 1:
-            at = self._arcs.index(taken)
-            taken = taken.split()
-            self._arcs.insert(at + 1, taken)
+            at = self._arcs.index(taken) + 1
+            taken = taken.split(self._arcs[at].low if at < len(self._arcs) else KEY_MAX)
+            self._arcs.insert(at, taken)
         taken.owner = who
         return taken
 

@@ -606,13 +606,14 @@ class State:
     def in_state(self, state: int) -> Sequences:
         return np.flatnonzero(self.index.state[: self.index.count] == state)
 
-    def of_tenant(self, tasks: Sequences, tenant: str | None) -> Sequences:
-        """Those of `tasks` that this tenant may know of; all of them for None."""
-        if tenant is None:
-            return tasks
+    def served_by(self, tasks: Sequences, engine: str, tenant: str | None) -> Sequences:
+        """Those of `tasks` that are for this engine, and of this tenant; of all tenants for None."""
         lanes = self.index.lane[tasks]
-        its = [at for at in distinct(lanes).tolist() if self.lanes[at].key.tenant == tenant]
-        return tasks[np.isin(lanes, its)]
+        keys = {at: self.lanes[at].key for at in distinct(lanes).tolist()}
+        its = [
+            at for at, key in keys.items() if key.engine == engine and tenant in (None, key.tenant)
+        ]
+        return tasks if len(its) == len(keys) else tasks[np.isin(lanes, its)]
 
     def total(self) -> Ledger:
         return self.accounts.total()

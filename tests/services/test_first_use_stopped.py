@@ -73,7 +73,7 @@ def test_a_damaged_journal_segment_is_named_and_stays_as_it_is(user: User) -> No
     damaged[700] ^= 0xFF
     segment.write_bytes(damaged)
     try:
-        said = refused_up(user, code=1)
+        said = refused_up(user, code=4)
         assert segment.read_bytes() == damaged
     finally:
         segment.write_bytes(whole)

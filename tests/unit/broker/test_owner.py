@@ -358,6 +358,19 @@ def test_a_new_process_on_a_device_ends_the_session_of_the_one_before(bench: Ben
     assert bench.owner.verify().differences == []
 
 
+def test_a_session_claims_only_what_its_engine_may_run(bench: Bench) -> None:
+    bench.submit(submission_of(BATCHES), BATCHES)
+    mark = bench.owner.core.state.incarnation << 40
+    ids = [mark + at for at in range(8)]
+    other = bench.owner.attach("other", "other@engine", "f", "cpu:0", PROFILE, ids)
+    assert (other.accepted, set(other.lost)) == ((), set(ids))
+    batch = completions(ids)
+    assert bench.owner.computed("other", batch, ipc_of(batch)).accepted == 0
+    assert bench.counts() == {"ready": 8}
+    own = bench.owner.attach("own", ENGINE, "f", "cpu:0", PROFILE, ids)
+    assert own.accepted == tuple(ids)
+
+
 def test_a_word_from_a_dead_process_ends_nobody(bench: Bench) -> None:
     """Its attach was under way when it died, and came after that of the next one."""
     filled(bench)

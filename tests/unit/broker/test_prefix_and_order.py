@@ -199,3 +199,53 @@ def test_what_came_back_goes_first_and_piece_by_piece() -> None:
     assert order.peek(10).tolist() == [93]
     order.advance(1)
     assert order.peek(10).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bits", [0, 2, 16, 63])
+def test_whoever_walks_and_however_little_they_take_each_task_goes_out_once(bits: int) -> None:
+    """Consumers that come, take less than they saw, run dry and leave, beside tasks that arrive, come back and are
+    taken out: what is inside is what was added and not handed on, and arcs stay in the order of their keys."""
+    out = sum(_walk(np.random.default_rng([bits, seed]), bits) for seed in range(120))
+    assert out > 20_000
+
+
+def _walk(draw: np.random.Generator, bits: int) -> int:
+    """Tasks that went out."""
+    keys = np.zeros(4096, np.uint64)
+    order, inside, count, out = PrefixOrder(keys.__getitem__), set[int](), 0, 0
+    for step in range(60):
+        who = "abcd"[draw.integers(4)]
+        match draw.choice(5, p=[0.35, 0.5, 0.05, 0.05, 0.05]):
+            case 0:
+                tasks = np.arange(count, count + draw.integers(1, 60))
+                keys[tasks] = draw.integers(0, 1 << bits, len(tasks), dtype=np.uint64)
+                by_key = tasks[np.argsort(keys[tasks], kind="stable")]
+                if step or draw.random() < 0.5:
+                    order.add(keys[by_key], by_key)
+                else:
+                    order.add_unsorted([tasks])
+                count += len(tasks)
+                inside |= set(tasks.tolist())
+            case 1:
+                front = bool(draw.integers(2))
+                seen = order.peek(int(draw.integers(1, 40)), who, front=front)
+                taken = seen[: draw.integers(len(seen) + 1)].tolist()
+                order.advance(len(taken), who, front=front)
+                assert inside.issuperset(taken)
+                assert len(set(taken)) == len(taken)
+                inside -= set(taken)
+                out += len(taken)
+            case 2:
+                order.release(who)
+            case 3:
+                piece = np.array([count, count + 1])
+                count += 2
+                order.add_front(piece)
+                inside |= set(piece.tolist())
+            case 4:
+                gone = [task for task in inside if draw.random() < 0.1]
+                order.remove(np.array(gone, np.int64))
+                inside -= set(gone)
+        assert sorted(order.tasks().tolist()) == sorted(inside)
+        assert order.lows == sorted(order.lows)
+    return out
