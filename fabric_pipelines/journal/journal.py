@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +46,7 @@ from fabric_pipelines.journal.frame import (
 )
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import index_of, write_index
+from fabric_pipelines.journal.life import Life
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
@@ -64,7 +64,6 @@ from fabric_pipelines.journal.watch import loss_of
 
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
-_first_lsn = attrgetter("first_lsn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,8 @@ class Journal:
         self._spare: _Spare | None = None
         self._chain = recovered.chain
         self._low_epoch = recovered.low_epoch
-        self._opens = recovered.report.opens + 1
+        report = recovered.report
+        self.life = Life(report.opens + 1, clock.wall_us(), report.last_lsn)
         self._group: list[Pending] = []
         self._group_bytes = 0
         self._written_lsn = recovered.report.last_lsn
@@ -498,7 +498,7 @@ class Journal:
         )
 
     def _segment_of(self, lsn: int) -> Segment:
-        return self._segments[bisect_right(self._segments, lsn, key=_first_lsn) - 1]
+        return self._segments[bisect_right(self._segments, lsn, key=lambda s: s.first_lsn) - 1]
 
     def _fits(self, size: int, segment: Segment | None = None) -> bool:
         """Whether `size` bytes fit the active segment with room left for its SEAL."""
@@ -603,7 +603,7 @@ class Journal:
             durable_lsn=durable_lsn,
             low_epoch=self._low_epoch,
             chain=self._chain,
-            opens=self._opens,
+            opens=self.life.opens,
             journal_id=self._uuid,
         )
         header, payload = pack_control(
