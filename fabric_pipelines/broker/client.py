@@ -1,10 +1,10 @@
 """The client: the broker's door for producers, workers, completion and questions.
 
 Create it after fork or spawn, never before (gRPC threads do not survive a fork); it is for one thread. It keeps
-the highest LSN that was acknowledged to it and presents it with every request, since a broker that restarts on
-the same socket is the same connection to gRPC: a journal that lost acknowledged work is refused. Errors
-have the type they were raised with on the other side; no broker is BrokerUnavailable. A session's name outlives
-the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again with the ids it still holds.
+the highest LSN that was acknowledged to it, and in which life, and presents both with every request, since a
+broker that restarts on the same socket is the same connection to gRPC: a journal that lost acknowledged work is
+refused. Errors have the type they were raised with on the other side; no broker is BrokerUnavailable. A session's
+name outlives the broker: after BrokerUnavailable (NotAttached is one) a worker attaches again with the ids it still holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -133,7 +133,8 @@ class BrokerClient:
         self._calls: CallConnection | None = None
         self._call_path = call_path(self.endpoint)
         self._lease_call = 0
-        self._acknowledged: list[Any] | None = None  # [journal id, LSN]
+        self._acknowledged: list[Any] | None = None  # [journal id, LSN, life]
+        self._opening: dict[str, Any] = {}  # how the upload under way began
         self._enqueued = 0  # rows of the submission under way that were answered for
 
     @classmethod
@@ -271,6 +272,7 @@ class BrokerClient:
         self, submission: Submission, pieces: Pieces, patience: Patience | None
     ) -> SubmissionState:
         head = {**json.loads(submission.to_json()), **self._presented()}
+        self._opening = head
         descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
             writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
@@ -468,7 +470,7 @@ class BrokerClient:
         ask = self._call_local if self._call_path is not None else self._call_flight
         reply, payload = ask(name, asked, parts, limit_s)
         raise_error(reply)
-        return self._note(reply), payload
+        return self._note(reply, asked), payload
 
     def _call_local(
         self, name: str, head: dict[str, Any], parts: Sequence[Part], timeout_s: float
@@ -511,11 +513,20 @@ class BrokerClient:
         said = {"protocol": PROTOCOL_VERSION, "role": self.role}
         return said if self._acknowledged is None else {**said, ACKNOWLEDGED: self._acknowledged}
 
-    def _note(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Take what an answer says of durability out of it, and remember the highest."""
+    def _note(self, reply: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Take what an answer says of durability out of it, and remember the highest. Another life's word counts
+        only if that life was shown what is remembered: else a loss between the two would never show."""
         told = reply.pop(ACKNOWLEDGED, None)
         mine = self._acknowledged
-        if told is not None and (mine is None or mine[0] != told[0] or mine[1] < told[1]):
+        if told is None:
+            return reply
+        if mine is None or mine[0] != told[0]:
+            newer = True
+        elif mine[2:] == told[2:]:
+            newer = mine[1] < told[1]
+        else:
+            newer = asked.get(ACKNOWLEDGED) == mine
+        if newer:
             self._acknowledged = told
         return reply
 
@@ -543,7 +554,7 @@ class BrokerClient:
             return None
         head = json.loads(bytes(found))
         raise_error(head)
-        state = SubmissionState(**self._note(head))
+        state = SubmissionState(**self._note(head, self._opening))
         self._enqueued = state.enqueued
         return state
 

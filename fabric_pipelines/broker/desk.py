@@ -70,13 +70,13 @@ class Desk(threading.Thread):
 
     @property
     def acknowledged(self) -> list[Any]:
-        """[journal id, LSN]: what any answer given from now on may rely on."""
+        """[journal id, LSN, life]: what any answer given from now on may rely on."""
         journal = self._owner.journal
-        return [journal.journal_id, journal.durable_lsn]
+        return [journal.journal_id, journal.durable_lsn, journal.life.name]
 
-    def require_kept(self, journal_id: str, lsn: int) -> None:
+    def require_kept(self, journal_id: str, lsn: int, life: str = "") -> None:
         """CorruptionFound if a caller was acknowledged more than the journal holds."""
-        self._owner.require_kept(journal_id, lsn)
+        self._owner.require_kept(journal_id, lsn, life)
 
     def stop(self) -> None:
         """Finish what was asked, commit, and end."""

@@ -226,12 +226,17 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A broker opened the journal: whatever was leased is in doubt from here on."""
+    """A broker opened the journal: whatever was leased is in doubt from here on. `opens`, `opened_us`, `after`: its
+    `journal.Life`, with `opens` 0 in facts from before they said so."""
 
     version: str
+    opens: int = 0
+    opened_us: int = 0
+    after: int = 0
 
     def encode(self) -> list[Piece]:
-        return pack({"version": self.version})
+        life = {"opens": self.opens, "opened_us": self.opened_us, "after": self.after}
+        return pack({"version": self.version, **(life if self.opens else {})})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from fabric_pipelines.broker.facts import (
 )
 from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lanes import Lane
+from fabric_pipelines.broker.lives import require_kept
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, restore
@@ -61,7 +62,6 @@ from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
     ColdLost,
-    CorruptionFound,
     FabricError,
     NotFetched,
     StorageFailed,
@@ -123,7 +123,7 @@ class Owner:
         self._checkpoints = checkpoints
         self.restored = restored = restore(journal, checkpoints)
         state = restored.state
-        restarted = state.frames > 0
+        life = journal.life
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
         self.quota = Quota(tenant_high_water, self._held_by_tenant)
@@ -163,8 +163,10 @@ class Owner:
                 self.tiering.scrubbing = self.scrubbing
                 self.core.look_ahead(self.tiering.near)
                 self.upkeep.join(self.tiering)
-        if restarted:
-            self._log([Started(fabric_pipelines.__version__)])
+        if life.opens > 1:
+            self._log(
+                [Started(fabric_pipelines.__version__, life.opens, life.opened_us, life.after)]
+            )
             self.commit()
 
     # -- journal
@@ -293,15 +295,11 @@ class Owner:
             pid=os.getpid(),
         )
 
-    def require_kept(self, journal_id: str, lsn: int) -> None:
-        """(journal id, highest LSN) that a caller was told is durable. A journal that holds less has lost some of
-        it, whatever its own CRCs say. Safe in any thread."""
-        mine, durable = self.journal.journal_id, self.journal.durable_lsn
-        if journal_id == mine and lsn > durable:
-            raise CorruptionFound(
-                f"this journal ends at LSN {durable}, but its client was acknowledged up to {lsn}: acknowledged "
-                "work was lost; stop the broker and restore the journal folder from a copy"
-            )
+    def require_kept(self, journal_id: str, lsn: int, life: str = "") -> None:
+        """(journal id, highest LSN, life) that a caller was told is durable. A journal that holds less has lost some
+        of it, whatever its own CRCs say. Safe in any thread."""
+        if journal_id == self.journal.journal_id:
+            require_kept(self.journal, self.core.state.lives, lsn, life)
 
     def status_of(self, tenant: str) -> BrokerStatus:
         """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""

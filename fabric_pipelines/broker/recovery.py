@@ -18,7 +18,7 @@ from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Kind, decode
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import BalanceBroken, ColdLost, CorruptionFound, StoreUnreachable
-from fabric_pipelines.journal import Frame
+from fabric_pipelines.journal import Frame, Life
 
 
 class Log(Protocol):
@@ -28,6 +28,8 @@ class Log(Protocol):
     def journal_id(self) -> str: ...
     @property
     def incarnation(self) -> int: ...
+    @property
+    def life(self) -> Life: ...
     @property
     def durable_lsn(self) -> int: ...
     @property

@@ -10,7 +10,7 @@ from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.submission import Submission
 
 PROTOCOL_VERSION = 1
-ACKNOWLEDGED = "acknowledged"  # key of [journal id, LSN] in answers and in requests
+ACKNOWLEDGED = "acknowledged"  # key of [journal id, LSN, life] in answers and in requests
 
 
 @dataclass(frozen=True, slots=True)

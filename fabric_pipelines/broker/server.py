@@ -153,8 +153,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
     def _require_kept(self, head: Head) -> None:
         if (told := head.get(ACKNOWLEDGED)) is not None:
-            journal_id, lsn = told
-            self._desk.require_kept(str(journal_id), int(lsn))
+            journal_id, lsn, *life = told  # two values from a client of before there were lives
+            self._desk.require_kept(str(journal_id), int(lsn), *map(str, life))
 
     def _hello(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         return self._ask(lambda owner: owner.info(), Rank.QUESTION)

@@ -21,6 +21,7 @@ from fabric_pipelines.broker.index import FACTS, Growing, TaskIndex
 from fabric_pipelines.broker.lanes import Lane, Step
 from fabric_pipelines.broker.state import HELD, OpenLease, State, SubmissionRecord
 from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.journal import Life
 from fabric_pipelines.records.shape import LaneKey
 from fabric_pipelines.records.submission import Submission
 
@@ -128,6 +129,7 @@ def _head(state: State) -> bytes:
         "suspects": sorted(state.suspects.items()),
         "requeues": sorted(state.requeues.items()),
         "vector_bytes": state.vector_bytes,
+        "lives": [astuple(life) for life in state.lives],
     }
     return canonical_json(
         {name: value for name, value in rare.items() if value}
@@ -189,6 +191,7 @@ def restore(snapshot: Snapshot) -> State:
     state.suspects = dict(head.get("suspects", ()))
     state.requeues = dict(head.get("requeues", ()))
     state.vector_bytes = dict(head.get("vector_bytes", ()))
+    state.lives = [Life(*life) for life in head.get("lives", ())]
     held = np.isin(state.index.state[: state.index.count], HELD)
     state.held_new = int(state.index.new[: state.index.count][held].sum(dtype=np.int64))
     _restore_submissions(state, head["submissions"], columns)

@@ -59,6 +59,7 @@ from fabric_pipelines.broker.prefix import prefix_keys
 from fabric_pipelines.broker.recount import Recounter
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
+from fabric_pipelines.journal import Life
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.shape import LaneKey
@@ -68,6 +69,7 @@ from fabric_pipelines.records.task import token_counts
 Sequences = npt.NDArray[np.int64]
 TOKEN_BYTES = 4
 OUTCOME_BYTES = 512  # of an outcome beside tokens and vector: ids, names, times, a short error text
+LIVES_KEPT = 4096
 HELD = (LEASED, IN_DOUBT)
 NOTHING: Sequences = np.zeros(0, np.int64)
 PLAIN = (
@@ -75,6 +77,7 @@ PLAIN = (
     "reasons",
     "next_lease",
     "frames",
+    "lives",
     "engines",
     "computed_padded_tokens",
     "classes",
@@ -163,6 +166,7 @@ class State:
         self.engine_ready = np.zeros(8, np.int64)
         self.lane_engine = Growing(np.int32)
         self.frames = 0
+        self.lives: list[Life] = []  # the latest restarts
         self.lane_of: dict[LaneKey, int] = {}
         self.held_new = 0  # tokens that leased and doubtful tasks may generate
         self.vector_bytes: dict[str, int] = {}  # largest vector seen, by engine and sampling
@@ -202,7 +206,7 @@ class State:
         elif isinstance(fact, SubmissionClosed):
             self._closed(fact)
         elif isinstance(fact, Started):
-            self._started()
+            self._started(fact)
         elif isinstance(fact, LanesStepped):
             self._stepped(fact)
         elif isinstance(fact, Moved):
@@ -489,7 +493,10 @@ class State:
             add_sums(self.retired_tokens, records, self.index.prompt[tasks])
             add_sums(self.output_tokens, records, self.index.output[tasks])
 
-    def _started(self) -> None:
+    def _started(self, fact: Started) -> None:
+        if fact.opens:
+            life = Life(fact.opens, fact.opened_us, fact.after)
+            self.lives = [*self.lives[1 - LIVES_KEPT :], life]
         leased = self.in_state(LEASED)
         self._move(leased, (LEASED,), IN_DOUBT, "STARTED")
         self.index.put("lease", leased, -1)

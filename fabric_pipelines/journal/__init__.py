@@ -8,6 +8,7 @@ The bytes on disk are described in FORMAT.md, next to this file.
 from fabric_pipelines.journal.files import FileOps, OsFileOps
 from fabric_pipelines.journal.frame import DATA_KIND_MAX, Frame
 from fabric_pipelines.journal.journal import Journal
+from fabric_pipelines.journal.life import Life
 from fabric_pipelines.journal.recovery import RecoveryReport
 from fabric_pipelines.journal.scrub import Damage, ScrubSlice
 from fabric_pipelines.journal.segment import Holding
@@ -21,6 +22,7 @@ __all__ = [
     "Frame",
     "Holding",
     "Journal",
+    "Life",
     "ObjectStore",
     "OsFileOps",
     "RecoveryReport",

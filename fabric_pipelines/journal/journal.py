@@ -45,6 +45,7 @@ from fabric_pipelines.journal.frame import (
 )
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import Index, write_index
+from fabric_pipelines.journal.life import Life
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
@@ -101,7 +102,8 @@ class Journal:
         self._spare: _Spare | None = None
         self._chain = recovered.chain
         self._low_epoch = recovered.low_epoch
-        self._opens = recovered.report.opens + 1
+        report = recovered.report
+        self.life = Life(report.opens + 1, clock.wall_us(), report.last_lsn)
         self._group: list[Pending] = []
         self._group_bytes = 0
         self._written_lsn = recovered.report.last_lsn
@@ -584,7 +586,7 @@ class Journal:
             durable_lsn=durable_lsn,
             low_epoch=self._low_epoch,
             chain=self._chain,
-            opens=self._opens,
+            opens=self.life.opens,
             journal_id=self._uuid,
         )
         header, payload = pack_control(

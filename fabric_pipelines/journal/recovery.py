@@ -84,11 +84,13 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """Readable frames of this epoch behind `Scan.end`."""
+    """Readable frames of this epoch behind `Scan.end`. opens: the latest life of which more than its OPENED frame is
+    among them."""
 
     frames: int
     last_lsn: int
     durable_lsn: int
+    opens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,11 @@ def recover(
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
     if beyond.durable_lsn > tail.last_lsn:
         raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+    if beyond.opens > tail.opens:
+        raise CorruptionFound(
+            f"segment {newest.path} is damaged at offset {tail.end}: the OPENED frame of start {beyond.opens} was durable "
+            "before what follows it and cannot be read; restore the file from a copy"
+        )
     _refuse_sealed_tail(newest, tail, unreadable)
     free = [*unreadable]
     free += [candidates[epoch].path for epoch in sorted(candidates) if epoch < tail.low_epoch]
@@ -338,7 +345,7 @@ def _accept(
 
 def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
     """Look at every 64-byte slot from `start` on for whole frames of `epoch`."""
-    frames = last_lsn = durable_lsn = 0
+    frames = last_lsn = durable_lsn = opens = 0
     offset = start
     while (offset := next_magic(window, offset)) < window.size:
         found = frame_at(window, offset, epoch=epoch, salt=salt)
@@ -349,8 +356,10 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
         last_lsn = max(last_lsn, found.header.lsn)
         if found.header.kind in CONTROL_KINDS and found.control is not None:
             durable_lsn = max(durable_lsn, found.control.durable_lsn)
+            if found.header.kind != OPENED:
+                opens = max(opens, found.control.opens)
         offset += found.header.frame_bytes
-    return Beyond(frames, last_lsn, durable_lsn)
+    return Beyond(frames, last_lsn, durable_lsn, opens)
 
 
 def _refuse_shortened(candidate: Candidate) -> None:

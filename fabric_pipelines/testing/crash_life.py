@@ -296,7 +296,7 @@ class Life:
         if journal._segments[-1].end % SECTOR_BYTES < CONTROL_FRAME_BYTES:
             bench.owner.idle()  # so that the lost group does not lie within one sector
         begin = journal._segments[-1].end
-        bench.owner.nack("w", np.array(held), "given back: ".ljust(100, "."), False)
+        bench.owner.nack("w", np.array(held), "given back: ".ljust(164, "."), False)
         bench.owner.write()
         border, following = journal._segments[-1].end, journal.next_lsn
         lease_of(bench, "w", 3)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fabric_pipelines.broker import snapshot
-from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.broker.facts import Kind, Started, decode
 from fabric_pipelines.broker.snapshot import Snapshot
+from fabric_pipelines.broker.state import State
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.errors import FabricError
 from fabric_pipelines.testing.crash_judge import LOST, Broken, digest_of, require
@@ -209,7 +210,7 @@ def _sight(disk: SimDisk, damage: Damage | None = None, *, whole: bool) -> Sight
 def sight_of(bench: DiskBench, *, whole: bool) -> Sight:
     """The state as it was opened, then every frame, then what a scrub says. `whole`: a verify, which reads the
     checkpoint that stands for a dropped front as well and has nothing to add where all frames are the same."""
-    journal, state = bench.disk, snapshot.take(bench.owner.core.state)
+    journal, state = bench.disk, _counted(bench.owner.core.state)
     last_lsn = journal.durable_lsn
     kinds = {lsn: kind for kind in Kind for lsn in journal.lsns_of(kind)}
     frames = {
@@ -220,6 +221,16 @@ def sight_of(bench: DiskBench, *, whole: bool) -> Sight:
     except FabricError as fault:
         faults = (str(fault),)
     return Sight(frames, state, faults, last_lsn)
+
+
+def _counted(state: State) -> Snapshot:
+    """With lives numbered as they come: a start that was refused has a number too, and leaves no fact."""
+    lives = state.lives
+    state.lives = [replace(life, opens=at) for at, life in enumerate(lives)]
+    try:
+        return snapshot.take(state)
+    finally:
+        state.lives = lives
 
 
 def _scrubbed(bench: DiskBench) -> list[str]:
@@ -236,5 +247,9 @@ def _frame(bench: DiskBench, lsn: int, kind: int | None) -> Any:
         frame = bench.disk.read(lsn)
     except FabricError as fault:
         return str(fault)
-    digest = hashlib.blake2b(frame.payload, digest_size=16).hexdigest()
+    payload = bytes(frame.payload)
+    fact = decode(frame.kind, payload, "") if frame.kind == Kind.STARTED else None
+    if isinstance(fact, Started):
+        payload = b"".join(replace(fact, opens=1).encode())  # as `_counted`
+    digest = hashlib.blake2b(payload, digest_size=16).hexdigest()
     return frame.lsn, kind, frame.kind, frame.schema_id, frame.rows, frame.time_us, digest

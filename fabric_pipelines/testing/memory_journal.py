@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.errors import StorageFailed, UsageError
-from fabric_pipelines.journal import Frame
+from fabric_pipelines.journal import Frame, Life
 
+FIRST = Life(1, 0, 0)
 Piece = bytes | bytearray | memoryview
 
 
@@ -29,6 +30,7 @@ class MemoryJournal:
     broken: bool = False
     room: int | None = None
     commits: int = 0
+    life: Life = FIRST
     _durable: list[Frame] = field(default_factory=list)
     _written: list[Frame] = field(default_factory=list)
     _group: list[Frame] = field(default_factory=list)
@@ -130,7 +132,12 @@ class MemoryJournal:
     def crash(self) -> MemoryJournal:
         """The journal as the next process finds it."""
         self._stopped = True
-        return MemoryJournal(self.incarnation, self.journal_id, _durable=list(self._durable))
+        return MemoryJournal(
+            self.incarnation,
+            self.journal_id,
+            life=Life(self.life.opens + 1, 0, self.durable_lsn),
+            _durable=list(self._durable),
+        )
 
     def _require_working(self) -> None:
         if self._stopped:

@@ -517,6 +517,62 @@ def test_a_journal_that_lost_acknowledged_work_is_found_out_by_its_client(broker
         assert stranger.submit(submission_of(batches, 2), batches).closed
 
 
+def test_one_flipped_bit_in_the_last_upload_is_told_after_the_restart_took_its_lsn(
+    broker: Broker,
+) -> None:
+    """The second batch is one frame and one group, killed before anything recorded that it is durable. The restart
+    takes it for a torn tail, and its first fact takes the LSN; others go on from there."""
+    batches = [tasks_of([20] * 50, seed=at) for at in range(2)]
+    folder = broker.settings.journal_dir
+    with broker.client("producer") as producer, broker.client("producer") as other:
+        header = submission_of(batches, 1)
+        head = {**json.loads(header.to_json()), **producer._presented()}
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
+        writer, reader = producer._flight().do_put(descriptor, batches[0].schema)
+        assert producer._require_answer(reader).enqueued == 0
+        for at, batch in enumerate(batches):
+            note = {"first_row": 50 * at, "crc32c": column_checksums(batch)}
+            writer.write_with_metadata(batch, json.dumps(note).encode())
+            assert producer._require_answer(reader).enqueued == 50 * (at + 1)
+        told = producer._presented()["acknowledged"]
+        broker.kill()
+        (segment,) = folder.glob("*.segment")
+        content = segment.read_bytes()
+        payload = content.rindex(b"1FPF") - 4  # of the last fact
+        with segment.open("r+b") as file:
+            file.seek(payload + 3_000)
+            file.write(bytes([content[payload + 3_000] ^ 1]))
+        for mark in range(2, 4):
+            broker.start()
+            again = [tasks_of([20] * 5, seed=mark)]
+            assert other.submit(submission_of(again, mark), again).enqueued == 5
+            assert other.hello().durable_lsn > told[1]
+            for _ in range(2):
+                with pytest.raises(CorruptionFound, match="acknowledged work was lost"):
+                    producer.status()
+            with pytest.raises(CorruptionFound, match="restore the journal folder"):
+                producer.submit(header, batches)
+            broker.kill()
+        broker.start()
+    with broker.client("admin") as admin:
+        assert admin.verify().ok
+
+
+def test_clients_that_lost_nothing_go_on_over_five_kills(broker: Broker) -> None:
+    with broker.client("producer") as busy, broker.client("admin") as quiet:
+        quiet.hello()
+        for mark in range(5):
+            batches = [tasks_of([20] * 5, seed=mark)]
+            busy.submit(submission_of(batches, mark), batches)
+            if mark == 2:
+                quiet.status()
+            broker.kill()
+            broker.start()
+            assert busy.submit(submission_of(batches, mark), batches).closed
+        assert quiet.status().total.enqueued.tasks == 25
+        assert quiet.verify().ok
+
+
 def test_a_scrub_through_the_socket_names_segment_and_tasks(broker: Broker) -> None:
     batches = [tasks_of([1000] * 100, seed=at) for at in range(6)]
     with broker.client("admin") as admin, broker.client("producer") as producer:

@@ -476,7 +476,7 @@ def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     saved = {"incarnation", "index", "accounts", "lanes", "submissions", "submission_tasks"}
     saved |= {"retired_tokens", "output_tokens", "computed_padded_tokens", "sessions", "leases"}
     saved |= {"next_lease", "reasons", "engines", "engine_ready", "lane_engine", "frames", "cold"}
-    saved |= {"classes", "suspects", "requeues", "vector_bytes"}
+    saved |= {"classes", "suspects", "requeues", "vector_bytes", "lives"}
     assert set(vars(State(1))) == saved | derived
     index = {"count", "_capacity", "_columns", "base", "frames", "done_frames", "moved", *COLUMNS}
     assert set(vars(State(1).index)) == index
