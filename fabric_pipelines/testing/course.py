@@ -7,7 +7,7 @@ crash and put back after it: only what is around it tells that it is not the one
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fabric_pipelines.journal.frame import (
     COMMIT,
@@ -19,6 +19,7 @@ from fabric_pipelines.journal.frame import (
     extend_chain,
     pack_control,
     pack_header,
+    payload_crc,
 )
 from fabric_pipelines.journal.identity import FORMAT
 from fabric_pipelines.journal.index import Index
@@ -43,6 +44,35 @@ def other_course(content: bytes, epoch: int, salt: int, journal_id: str) -> Cour
         return None
     turned = iter(reversed(groups))
     items = [next(turned) if len(item) > 1 else item for item in items]
+    return _laid(content, start, items, seal, epoch, salt, journal_id)
+
+
+def other_payload(content: bytes, epoch: int, salt: int, journal_id: str) -> Course:
+    """Of a sealed segment: the same frames in the same places, one bit of the first payload another, whole in itself."""
+    start, items, seal = _parsed(content, epoch, salt)
+    at = next(at for at, item in enumerate(items) if len(item) > 1)
+    first, *others = items[at]
+    payload = bytes([first.payload[0] ^ 1]) + bytes(first.payload[1:])
+    crc, _ = payload_crc([payload])
+    changed = replace(
+        first, payload=memoryview(payload), header=replace(first.header, payload_crc=crc)
+    )
+    items[at] = [changed, *others]
+    made = _laid(content, start, items, seal, epoch, salt, journal_id)
+    assert made is not None
+    return made
+
+
+def _laid(
+    content: bytes,
+    start: Found,
+    items: list[list[Found]],
+    seal: Found,
+    epoch: int,
+    salt: int,
+    journal_id: str,
+) -> Course | None:
+    """The segment that holds these frames one after the other; None if it is `content`."""
     assert start.control is not None
     lsn, chain, durable = start.control.last_lsn, start.control.chain, start.control.durable_lsn
     first_lsn = lsn + 1
