@@ -104,6 +104,7 @@ def test_a_segment_goes_and_comes_back_and_is_scrubbed(store: ObjectStore, tmp_p
         ]
         assert bytes(journal.read(7).payload) == bytes([6]) * 1000
         assert journal.cold.scrub(segment).damaged == ()
+        assert journal.recycle_below(stub.last_lsn + 1) == 1
         journal.cold.remove(stub)
         assert store.size(journal.cold.object_name(1)) is None
 
