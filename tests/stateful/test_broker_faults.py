@@ -14,7 +14,7 @@ from itertools import islice
 import pytest
 
 from fabric_pipelines.broker.owner import Fatal
-from fabric_pipelines.errors import FabricError, StorageFailed
+from fabric_pipelines.errors import Backpressure, FabricError, StorageFailed
 from fabric_pipelines.testing.crash_judge import Judge, flips_of
 from fabric_pipelines.testing.crash_life import FOLDER, Life
 from fabric_pipelines.testing.sim_disk import CrashState, SimDisk, all_kept, crash_states
@@ -55,7 +55,7 @@ def lived(number: int, code: int) -> tuple[Life, str]:
         life.run()
     except Fatal:
         return life, "fatal"
-    except StorageFailed:
+    except (StorageFailed, Backpressure):  # outcomes wait for room, new tasks are refused
         return life, "refused"
     return life, "whole"
 
