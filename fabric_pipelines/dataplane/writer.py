@@ -3,7 +3,7 @@
 Rows go straight into the table by binary COPY; where a task id is there already, the savepoint is rolled back and
 they go through a temporary twin, insert-or-nothing by task id. Dead letters, ack row, commit. A replay therefore
 changes nothing. A row that the database rejects becomes a dead letter with reason and raw bytes while the rest
-lands. A commit whose answer was lost is settled by asking for the transaction's status, never by guessing.
+lands. A commit whose answer was lost is settled by the transaction's status and its rows, never by guessing.
 """
 
 from __future__ import annotations
@@ -193,8 +193,11 @@ class Writer:
         if not np.array_equal(ids, np.sort(_ids(batch))) or identity.cluster_id != doubt.cluster_id:
             return None
         with translated(self._database.url):
-            status = transaction_status(connection, doubt.xid)
-        return doubt.landed if status == "committed" else None
+            if transaction_status(connection, doubt.xid) != "committed":
+                return None
+            # A server that crashed before the id was in its log gives it to another transaction, whose end says
+            # nothing of ours: only the rows themselves do, and landing them once more changes none.
+            return doubt.landed if are_there(connection, doubt.landed) else None
 
 
 def land(
@@ -238,6 +241,24 @@ def transaction_status(connection: Connection, xid: str) -> str | None:
     """ "committed", "aborted", "in progress", or None when the server no longer remembers."""
     row = connection.execute(query("xact_status"), {"xid": xid}).fetchone()
     return None if row is None else row[0]
+
+
+def are_there(connection: Connection, landed: Landed) -> bool:
+    """Whether every row of `landed`, and every dead letter, can be seen."""
+    for ids, proof in (
+        (landed.task_ids, landed.confirmation),
+        (landed.dead_task_ids, landed.dead_confirmation),
+    ):
+        if proof is None or not len(ids):
+            continue
+        table = sql.Identifier(*str(proof.proof["table"]).split("."))
+        row = connection.execute(
+            sql.SQL("select count(distinct task_id) from {} where task_id = any(%s)").format(table),
+            [np.unique(ids).tolist()],
+        ).fetchone()
+        if row is None or row[0] != len(np.unique(ids)):
+            return False
+    return True
 
 
 def _commit(connection: Connection, landed: Landed, identity: Identity) -> None:

@@ -250,3 +250,23 @@ def test_scattered_poison_leaves_the_rows_between_it_exact(database: Database) -
         read.column("vector").to_pylist()
         == batch.column("vector").take(pa.array(alive)).to_pylist()
     )
+
+
+def test_a_transaction_id_that_a_crash_gave_to_another_proves_nothing(database: Database) -> None:
+    """A server killed before an id reached its log hands it out again; that transaction's commit is not ours."""
+    writer = Writer(database)
+    batch = pulled_batch(5, function="embed", dim=8)
+    landed = writer.land(batch)
+    assert landed.confirmation is not None
+    with database.session() as connection:
+        connection.execute("truncate fabric.embed")
+    proof = landed.confirmation.proof
+    writer._doubt = CommitInDoubt("lost", str(proof["xid"]), str(proof["cluster"]), landed)
+    again = writer.land(batch)
+    assert again.rows == 5
+    with database.session() as connection:
+        row = connection.execute("select count(*) from fabric.embed").fetchone()
+    assert row == (5,)
+    writer._doubt = CommitInDoubt("lost", str(proof["xid"]), str(proof["cluster"]), again)
+    assert writer.land(batch).rows == again.rows  # there: settled, nothing is sent again
+    writer.close()
