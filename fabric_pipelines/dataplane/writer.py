@@ -251,12 +251,10 @@ def are_there(connection: Connection, landed: Landed) -> bool:
     ):
         if proof is None or not len(ids):
             continue
-        table = sql.Identifier(*str(proof.proof["table"]).split("."))
-        row = connection.execute(
-            sql.SQL("select count(distinct task_id) from {} where task_id = any(%s)").format(table),
-            [np.unique(ids).tolist()],
-        ).fetchone()
-        if row is None or row[0] != len(np.unique(ids)):
+        wanted = np.unique(ids).tolist()
+        statement = sql.SQL("select count(distinct task_id) from {} where task_id = any(%s)")
+        table = relation(str(proof.proof["table"]))
+        if connection.execute(statement.format(table), [wanted]).fetchone() != (len(wanted),):
             return False
     return True
 

@@ -35,6 +35,17 @@ def sampling_objection(
     return None
 
 
+def generation_objection(task: Task, vocab_size: int, keys: frozenset[str]) -> str | None:
+    """Why an engine that takes requests one by one cannot serve this task, or None."""
+    if task.max_new_tokens < 1:
+        return "max_new_tokens is 0; a generation needs at least 1"
+    if int(task.tokens.max()) >= vocab_size:
+        return f"token id {int(task.tokens.max())} is beyond the vocabulary"
+    if not isinstance(task.sampling.get("ignore_eos", False), bool):
+        return "sampling field ignore_eos must be true or false"
+    return sampling_objection(task.sampling, keys)
+
+
 def is_greedy(sampling: Mapping[str, Any]) -> bool:
     return sampling.get("temperature", 0.0) == 0 or sampling.get("top_k") == 1
 
@@ -47,6 +58,11 @@ def step_seed(tasks: Sequence[Task]) -> int:
         mark.update(task.source_row.to_bytes(8, "little", signed=True))
         mark.update(task.tokens.tobytes())
     return int.from_bytes(mark.digest()[:4], "little")
+
+
+def request_seed(task: Task) -> int:
+    """Its own for each source row, so that equal prompts in other rows draw other tokens."""
+    return (int(task.sampling.get("seed", 0)) * 0x9E3779B1 + task.source_row) % (1 << 31)
 
 
 def pass_objection(task: Task, kinds: Collection[str], vocab_size: int, layers: int) -> str | None:

@@ -27,7 +27,12 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
-from fabric_pipelines.worker.engines.sampling import SAMPLING_KEYS, is_greedy, sampling_objection
+from fabric_pipelines.worker.engines.sampling import (
+    SAMPLING_KEYS,
+    generation_objection,
+    is_greedy,
+    request_seed,
+)
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
     Outcome,
@@ -203,10 +208,11 @@ class TensorRtLlmEngine:
     def submit(self, lease: Lease) -> None:
         driver = self._opened()
         requests: list[Request] = []
+        vocab_size = self._folder.facts["vocab_size"]
         for task in tasks_of(lease):
             self.stats.offered_tokens += task.length
             refusal = oversized(task, self.manifest, self.name)
-            objection = None if refusal else self._objection(task)
+            objection = None if refusal else generation_objection(task, vocab_size, KEYS)
             if objection is not None:
                 refusal = refused(task, "error", "UsageError", objection)
             if refusal is None:
@@ -215,15 +221,6 @@ class TensorRtLlmEngine:
             refusal.started_us = refusal.ended_us = self._clock.wall_us()
             self._outbox.outcomes.append(refusal)
         driver.add(requests)
-
-    def _objection(self, task: Task) -> str | None:
-        if task.max_new_tokens < 1:
-            return "max_new_tokens is 0; a generation needs at least 1"
-        if int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
-            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        if not isinstance(task.sampling.get("ignore_eos", False), bool):
-            return "sampling field ignore_eos must be true or false"
-        return sampling_objection(task.sampling, KEYS)
 
     def _params(self, task: Task) -> Any:
         sampling, greedy = task.sampling, is_greedy(task.sampling)
@@ -247,7 +244,7 @@ class TensorRtLlmEngine:
                 "temperature": sampling["temperature"],
                 "top_k": sampling.get("top_k"),
                 "top_p": sampling.get("top_p"),
-                "seed": _seed(task),
+                "seed": request_seed(task),
             }
         return self._api.SamplingParams(**chosen)
 
@@ -296,11 +293,6 @@ class TensorRtLlmEngine:
     def _opened(self) -> Driver:
         assert self._driver is not None, f"{self.name} is not open"
         return self._driver
-
-
-def _seed(task: Task) -> int:
-    """Its own for each source row, so that equal prompts in other rows draw other tokens."""
-    return (int(task.sampling.get("seed", 0)) * 0x9E3779B1 + task.source_row) % (1 << 31)
 
 
 def _missing() -> MissingDependency:

@@ -30,9 +30,9 @@ from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
     SAMPLING_KEYS,
+    generation_objection,
     is_greedy,
     pass_objection,
-    sampling_objection,
     step_seed,
 )
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
@@ -241,13 +241,7 @@ class GenerateEngine(TransformersEngine):
         return int(2 * config.num_hidden_layers * width * self._model.dtype.itemsize)
 
     def _objection(self, task: Task) -> str | None:
-        if task.max_new_tokens < 1:
-            return "max_new_tokens is 0; a generation needs at least 1"
-        if int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
-            return f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        if not isinstance(task.sampling.get("ignore_eos", False), bool):
-            return "sampling field ignore_eos must be true or false"
-        return sampling_objection(task.sampling, GENERATE_KEYS)
+        return generation_objection(task, self._folder.facts["vocab_size"], GENERATE_KEYS)
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         oldest = pending[0]

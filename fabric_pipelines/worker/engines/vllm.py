@@ -29,8 +29,9 @@ from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
     SAMPLING_KEYS,
+    generation_objection,
     is_greedy,
-    sampling_objection,
+    request_seed,
 )
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
@@ -248,13 +249,7 @@ class VllmEngine:
     def _params(self, task: Task) -> Any:
         """vLLM's parameters of one task; ValueError when this engine or vLLM does not serve them."""
         sampling = task.sampling
-        objection = sampling_objection(sampling, KEYS)
-        if task.max_new_tokens < 1:
-            objection = "max_new_tokens is 0; a generation needs at least 1"
-        elif int(task.tokens.max()) >= self._folder.facts["vocab_size"]:
-            objection = f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        elif not isinstance(sampling.get("ignore_eos", False), bool):
-            objection = "sampling field ignore_eos must be true or false"
+        objection = generation_objection(task, self._folder.facts["vocab_size"], KEYS)
         if objection is not None:
             raise ValueError(objection)
         greedy = is_greedy(sampling)
@@ -264,7 +259,7 @@ class VllmEngine:
             top_k=0 if greedy else sampling.get("top_k", 0),
             top_p=1.0 if greedy else sampling.get("top_p", 1.0),
             repetition_penalty=sampling.get("repetition_penalty", 1.0),
-            seed=None if greedy else _seed(task),
+            seed=None if greedy else request_seed(task),
             # Without a tokeniser vLLM knows no end token, so the checkpoint's own are named here.
             ignore_eos=True,
             stop_token_ids=[] if sampling.get("ignore_eos", False) else self._eos_ids,
@@ -324,11 +319,6 @@ class VllmEngine:
     def _opened(self) -> Driver:
         assert self._driver is not None, f"{self.name} is not open"
         return self._driver
-
-
-def _seed(task: Task) -> int:
-    """Its own for each source row, so that equal prompts in other rows draw other tokens."""
-    return (int(task.sampling.get("seed", 0)) * 0x9E3779B1 + task.source_row) % (1 << 31)
 
 
 def _missing() -> MissingDependency:
