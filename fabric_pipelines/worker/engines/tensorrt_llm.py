@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from fabric_pipelines import models
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
@@ -25,6 +24,7 @@ from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDepend
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
+from fabric_pipelines.worker.engines.by_request import ByRequest
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
@@ -69,7 +69,7 @@ class TensorRtLlmOptions:
     policy: str = "GUARANTEED_NO_EVICT"
 
 
-class TensorRtLlmEngine:
+class TensorRtLlmEngine(ByRequest[Driver]):
     """See the module. `llm` is the library's own object once open."""
 
     def __init__(
@@ -248,25 +248,6 @@ class TensorRtLlmEngine:
             }
         return self._api.SamplingParams(**chosen)
 
-    def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
-        driver = self._opened()
-        ready = bool(self._outbox.outcomes)
-        try:
-            answers = driver.take(0.0 if ready else timeout_s)
-        except EngineFailed:
-            if not ready:
-                raise
-            answers = []
-        self._outbox.outcomes.extend(self._outcome(answer) for answer in answers)
-        self.stats.busy_s = driver.busy_s
-        return self._outbox.take()
-
-    def _outcome(self, answer: Answer) -> Outcome:
-        outcome = self._judge(answer)
-        outcome.started_us, outcome.ended_us = answer.request.added_us, answer.ended_us
-        self.stats.tasks += 1
-        return outcome
-
     def _judge(self, answer: Answer) -> Outcome:
         task = answer.request.task
         if answer.output is None and answer.refusal:
@@ -282,17 +263,6 @@ class TensorRtLlmEngine:
         if reason == "stop" and ids and ids[-1] in self._eos_ids:
             ids.pop()
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
-
-    def unfinished(self) -> list[int]:
-        ended = [outcome.task.task_id for outcome in self._outbox.outcomes]
-        return [*ended, *(task.task_id for task in self._opened().tasks())]
-
-    def withdraw_unstarted(self) -> list[int]:
-        return [task.task_id for task in self._opened().withdraw()]
-
-    def _opened(self) -> Driver:
-        assert self._driver is not None, f"{self.name} is not open"
-        return self._driver
 
 
 def _missing() -> MissingDependency:

@@ -24,6 +24,7 @@ from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDepend
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
+from fabric_pipelines.worker.engines.by_request import ByRequest
 from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
@@ -96,7 +97,7 @@ class VllmOptions:
     eager: bool = False
 
 
-class VllmEngine:
+class VllmEngine(ByRequest[Driver]):
     """See the module. `llm` is vLLM's own object once open, for parity checks and baselines."""
 
     def __init__(
@@ -269,24 +270,9 @@ class VllmEngine:
         )
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
-        driver = self._opened()
-        ready = bool(self._outbox.outcomes)
-        try:
-            answers = driver.take(0.0 if ready else timeout_s)
-        except EngineFailed:
-            if not ready:
-                raise
-            answers = []
-        self._outbox.outcomes.extend(self._outcome(answer) for answer in answers)
-        self.stats.busy_s = driver.busy_s
-        self.stats.extra["steps"] = float(driver.steps)
-        return self._outbox.take()
-
-    def _outcome(self, answer: Answer) -> Outcome:
-        outcome = self._judge(answer)
-        outcome.started_us, outcome.ended_us = answer.request.added_us, answer.ended_us
-        self.stats.tasks += 1
-        return outcome
+        batches = super().poll(timeout_s)
+        self.stats.extra["steps"] = float(self._opened().steps)
+        return batches
 
     def _judge(self, answer: Answer) -> Outcome:
         task = answer.request.task
@@ -304,21 +290,10 @@ class VllmEngine:
             return failed(task, "EngineFailed", f"vLLM ended the request with {reason!r}")
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
 
-    def unfinished(self) -> list[int]:
-        ended = [outcome.task.task_id for outcome in self._outbox.outcomes]
-        return [*ended, *(task.task_id for task in self._opened().tasks())]
-
-    def withdraw_unstarted(self) -> list[int]:
-        return [task.task_id for task in self._opened().withdraw()]
-
     @property
     def inside(self) -> int:
         """Requests that vLLM holds now, running or waiting."""
         return self._opened().inside
-
-    def _opened(self) -> Driver:
-        assert self._driver is not None, f"{self.name} is not open"
-        return self._driver
 
 
 def _missing() -> MissingDependency:
