@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ class RequestDriver(Protocol):
 D = TypeVar("D", bound=RequestDriver)
 
 
-class ByRequest(Generic[D]):
+class ByRequest(ABC, Generic[D]):
     """`_driver` is there while the engine is open."""
 
     name: str
@@ -33,9 +34,9 @@ class ByRequest(Generic[D]):
     _outbox: Outbox
     _driver: D | None
 
+    @abstractmethod
     def _judge(self, answer: Any) -> Outcome:
         """What became of its task, and what it cost in tokens."""
-        raise NotImplementedError
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         driver = self._opened()
