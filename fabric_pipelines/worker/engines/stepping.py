@@ -73,6 +73,9 @@ class SteppingEngine(ABC):
     def _load(self) -> None:
         """Bring the runtime up; ManifestRefused on a contradiction, RuntimeError when the files are no good."""
 
+    def _ready(self) -> None:  # noqa: B027 - most runtimes take nothing beforehand
+        """The runtime is up and agrees with its manifest: take what every step needs. RuntimeError when there is no room."""
+
     @abstractmethod
     def _free(self) -> None:
         """Let the runtime go."""
@@ -107,6 +110,14 @@ class SteppingEngine(ABC):
             except ManifestRefused:
                 self._free()
                 raise
+            try:
+                self._ready()
+            except RuntimeError as fault:
+                self._free()
+                raise EngineFailed(
+                    f"{self.name} cannot take a step of its largest size ({fault}): describe it with a smaller "
+                    "--max-num-tokens or --max-batch-size"
+                ) from fault
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     def submit(self, lease: Lease) -> None:
@@ -146,6 +157,7 @@ class SteppingEngine(ABC):
         assert tasks, "a cut takes at least one task"
         chosen = {id(task) for task in tasks}
         self._pending = [task for task in self._pending if id(task) not in chosen]
+        self.stats.add_step(len(tasks), sum(task.length for task in tasks), self.profile)
         self._step = _Step(
             tasks,
             self._thread.submit(self._timed_run, tasks),

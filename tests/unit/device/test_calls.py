@@ -158,8 +158,7 @@ def test_look_ups_that_are_not_ours_still_ask_on_behalf_of_their_caller(place: P
 
 def test_a_process_that_was_not_started_for_it_says_that_nothing_is_known(place: Path) -> None:
     program = (
-        "with calls.engine():\n"
-        "    assert driver.cuStreamSynchronize(ctypes.c_void_p(7)) == 0\n"
+        "with calls.engine():\n    assert driver.cuStreamSynchronize(ctypes.c_void_p(7)) == 0\n"
     )
     found = told(place, program, counting=False)
     assert found["calls"] is None
