@@ -79,7 +79,7 @@ def test_a_card_that_does_not_count_is_unknown_and_not_zero() -> None:
 @pytest.mark.parametrize("which", ["7", "GPU-none"])
 def test_a_card_that_is_not_there_is_refused_and_the_library_left(which: str) -> None:
     nvml = Nvml()
-    with pytest.raises(DeviceRefused, match="nvmlDeviceGetHandleBy.* failed with 6"):
+    with pytest.raises(DeviceRefused, match=r"nvmlDeviceGetHandleBy.* failed with 6"):
         CardMeter(which, nvml.load)
     assert nvml.opened == 0
 
