@@ -507,7 +507,8 @@ class WorkerLoop:
 
     def _compute(self) -> None:
         if not self.supply.inside:
-            self._wait(self._pause())
+            if not self._finished():
+                self._wait(self._pause())
             return
         filled, since_s = self._places_taken(), self._now()
         batches = self._engine.poll(self._pace.poll_s)

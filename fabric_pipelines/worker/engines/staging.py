@@ -47,6 +47,10 @@ class Staging:
     def _event(self) -> Any:
         return self._torch.cuda.Event(enable_timing=True) if self._cuda else None
 
+    def forget(self) -> None:
+        """Steps so far do not count: they were there to warm up."""
+        self.device_s, self.gaps, self._end_before = 0.0, Gaps(), None
+
     def stream(self) -> AbstractContextManager[Any]:
         """What is queued inside goes to the stream of this engine."""
         return self._torch.cuda.stream(self._stream) if self._cuda else nullcontext()

@@ -135,6 +135,8 @@ class TransformersEngine(SteppingEngine):
         self._staging = Staging(self._torch, self._device, inputs, results)
         if self._device == "cuda":
             self._warm_up()
+            self._staging.forget()
+            self.stats.device_s, self.stats.device_gaps = 0.0, self._staging.gaps
 
     def _step_tokens(self) -> int:
         """A head longer than a step goes alone."""

@@ -120,6 +120,12 @@ def test_the_end_of_a_step_is_asked_for_and_its_time_is_the_cards(
     assert looks == [staging.POLL_S] * 6
     assert stage.device_s == pytest.approx(3 * 0.25)
     assert (stage.gaps.count, stage.gaps.seconds) == (2, pytest.approx(2 * 0.25))
+    stage.forget()
+    assert (stage.device_s, stage.gaps.count) == (0.0, 0)
+    stage.put([np.zeros(2, np.int64)])
+    stage.fetch(torch.ones(2, 2))
+    assert stage.device_s == pytest.approx(0.25)
+    assert stage.gaps.count == 0, "what lies before the first step that counts is no gap"
 
 
 def test_a_compute_stream_cannot_be_waited_for(torch: Any) -> None:
