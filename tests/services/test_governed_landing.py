@@ -308,6 +308,6 @@ def test_a_disk_that_takes_no_account_is_said_once_and_landing_goes_on(
         kept._kept._written_s = float("-inf")
         kept.keep()
     loop.step(wait_s=0)
-    assert [line.rpartition("; ")[2] for line in said] == ["landing goes on"]
+    assert [line.rpartition("; ")[2] for line in said] == ["the work goes on"]
     assert len(broker.retired) == 30
     kept.close()
