@@ -9,8 +9,10 @@ device allows is looked up when it opens, and is the engine's own word on the fo
 from __future__ import annotations
 
 import os
+import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -36,7 +38,7 @@ from fabric_pipelines.worker.engines.sampling import (
     pass_objection,
     step_seed,
 )
-from fabric_pipelines.worker.engines.staging import Staging
+from fabric_pipelines.worker.engines.staging import SLOTS, Slot, Staging
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed, with_vector
 
@@ -154,12 +156,27 @@ class TransformersEngine(SteppingEngine):
     def _warm_up(self) -> None:
         """On a card, one step of the largest size, so that the library's own pools have grown before the first lease."""
 
-    def _fetched(self, made: Any) -> npt.NDArray[Any]:
+    def _fetched(self, slot: Slot, made: Any) -> npt.NDArray[Any]:
         """`made` [n, width] on this machine; the step's time on the card goes to the counters."""
         assert self._staging is not None, f"{self.name} is not open"
-        found = self._staging.fetch(made)
+        found = self._staging.fetch(slot, made)
         self.stats.device_s, self.stats.device_gaps = self._staging.device_s, self._staging.gaps
         return found
+
+    def _launched(
+        self, arrays: Sequence[npt.NDArray[Any]], work: Callable[[list[Any]], Any]
+    ) -> tuple[Slot, Any]:
+        """A step is queued: `work` makes its results [n, width] of the arrays on the device."""
+        assert self._staging is not None, f"{self.name} is not open"
+        with self._torch.inference_mode(), self._staging.stream():
+            slot, there = self._staging.put(arrays)
+            try:
+                made = work(there)
+                self._staging.launched(slot, made)
+            except BaseException:
+                self._staging.withdraw(slot)
+                raise
+        return slot, made
 
     def _require_files(self) -> None:
         """All that can be compared before torch is imported and a device is touched."""
@@ -316,15 +333,15 @@ class GenerateEngine(TransformersEngine):
         for row, task in enumerate(tasks):
             ids[row, width - task.length :] = task.tokens
             held[row, width - task.length :] = 1
-        assert self._staging is not None, f"{self.name} is not open"
-        with torch.inference_mode(), self._staging.stream():
-            there, mask = self._staging.put([ids, held])
+
+        def generate(there: list[Any]) -> Any:
             with calls.engine(), torch.random.fork_rng(devices=self._devices()):
                 torch.manual_seed(step_seed(tasks))
-                made = self._model.generate(
-                    there, attention_mask=mask, generation_config=self._generation(tasks[0])
+                return self._model.generate(
+                    there[0], attention_mask=there[1], generation_config=self._generation(tasks[0])
                 )
-            answers = self._fetched(made)
+
+        answers = self._fetched(*self._launched([ids, held], generate))
         computed = sum(task.length for task in tasks)
         self.stats.computed_tokens += computed
         self.stats.padded_tokens += len(tasks) * width - computed
@@ -378,6 +395,8 @@ class PassEngine(TransformersEngine):
     def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
         super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
         self._wide: Any = None
+        self._fetcher: ThreadPoolExecutor | None = None
+        self._busy_until_s = 0.0
         self._compiled = COMPILED in name.partition("@")[2].split("-")
 
     def _class(self) -> tuple[Any, dict[str, Any]]:
@@ -424,8 +443,17 @@ class PassEngine(TransformersEngine):
                 width, config.hidden_size, dtype=self._torch.float32, device=self._device
             )
         super()._ready()
+        if self._device == "cuda":
+            self._launch_ahead()
+
+    def _launch_ahead(self) -> None:
+        self.steps_most = SLOTS
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-results")
 
     def _free(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.shutdown(wait=True, cancel_futures=True)
+            self._fetcher = None
         self._wide = None
         super()._free()
 
@@ -442,8 +470,28 @@ class PassEngine(TransformersEngine):
             tasks_max=self.profile.max_batch_size,
         )
 
+    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+        """On a card: launched in the engine's thread while the step before still runs, fetched in another."""
+        if self._fetcher is None:
+            return super()._begin(tasks, thread)
+        launched = thread.submit(self._launch, [task.tokens for task in tasks], tasks[0].sampling)
+        return self._fetcher.submit(self._end, tasks, launched, time.perf_counter())
+
+    def _end(
+        self, tasks: list[Task], launched: Future[tuple[Slot, Any]], begun_s: float
+    ) -> list[Outcome]:
+        try:
+            vectors = self._fetched(*launched.result())
+        finally:
+            now = time.perf_counter()  # two steps at once are busy once
+            self.stats.busy_s += now - max(begun_s, self._busy_until_s)
+            self._busy_until_s = now
+        return self._outcomes(tasks, vectors)
+
     def _run(self, tasks: list[Task]) -> list[Outcome]:
-        vectors = self.vectors(tasks)
+        return self._outcomes(tasks, self.vectors(tasks))
+
+    def _outcomes(self, tasks: Sequence[Task], vectors: Float32) -> list[Outcome]:
         self.stats.computed_tokens += sum(task.length for task in tasks)
         return [with_vector(task, row, 0) for task, row in zip(tasks, vectors, strict=True)]
 
@@ -454,20 +502,24 @@ class PassEngine(TransformersEngine):
     def _vectors(
         self, prompts: Sequence[npt.NDArray[np.uint32]], sampling: Mapping[str, Any]
     ) -> Float32:
-        assert self._staging is not None, f"{self.name} is not open"
+        vectors: Float32 = self._fetched(*self._launch(prompts, sampling))
+        return vectors
+
+    def _launch(
+        self, prompts: Sequence[npt.NDArray[np.uint32]], sampling: Mapping[str, Any]
+    ) -> tuple[Slot, Any]:
         lengths = [len(prompt) for prompt in prompts]
         ids = np.concatenate(prompts).astype(np.int64)
         ends, positions = varlen.laid_out(lengths)
-        with self._torch.inference_mode(), self._staging.stream():
-            row, there, ends_there = self._staging.put([ids[None], positions[None], ends])
-            packing = varlen.Packing(tuple(lengths), ends_there, there)
-            pooled = (
-                self._hidden(row, packing, sampling)
-                if sampling["kind"] == "hidden"
-                else self._embed(row, packing, sampling)
+
+        def work(there: list[Any]) -> Any:
+            row, positions_there, ends_there = there
+            packing = varlen.Packing(tuple(lengths), ends_there, positions_there)
+            return (self._hidden if sampling["kind"] == "hidden" else self._embed)(
+                row, packing, sampling
             )
-            vectors: Float32 = self._fetched(pooled)
-        return vectors
+
+        return self._launched([ids[None], positions[None], ends], work)
 
     def _hidden(self, row: Any, packing: varlen.Packing, sampling: Mapping[str, Any]) -> Any:
         layers: list[int] = list(sampling["layers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from fabric_pipelines.worker.engines import staging
 from fabric_pipelines.worker.engines.staging import Staging
 from fabric_pipelines.worker.engines.tasks import tasks_of
 from fabric_pipelines.worker.engines.transfers import CupyStream
-from tests.tiny_models import lease_of
+from tests.tiny_models import drain, lease_of
 from tests.unit.engines.test_conformance import GREEDY, PROMPTS
 from tests.unit.engines.transformers_tiny import (
     GENERATE,
@@ -75,7 +76,7 @@ def card_like(torch: Any) -> Any:
     def empty(size: int, *, dtype: Any, pin_memory: bool = False, device: str = "cpu") -> Any:
         return torch.empty(size, dtype=dtype)
 
-    names = ("uint8", "int32", "int64", "float32")
+    names = ("uint8", "int32", "int64", "float32", "inference_mode")
     return SimpleNamespace(cuda=cuda, empty=empty, **{name: getattr(torch, name) for name in names})
 
 
@@ -85,10 +86,11 @@ def test_inputs_arrive_whole_in_memory_that_stays_the_same(torch: Any) -> None:
     for size in (5, 1, 9):
         ids = np.arange(size, dtype=np.int64)[None]
         ends = np.array([0, size], np.int32)
-        there, ends_there = stage.put([ids, ends])
+        slot, (there, ends_there) = stage.put([ids, ends])
         np.testing.assert_array_equal(there.numpy(), ids)
         np.testing.assert_array_equal(ends_there.numpy(), ends)
         places.add(there.data_ptr())
+        stage.withdraw(slot)
     assert len(places) == 1
     with pytest.raises(AssertionError, match="a step of 272 bytes was not foreseen"):
         stage.put([np.zeros(33, np.int64)])
@@ -98,12 +100,13 @@ def test_inputs_arrive_whole_in_memory_that_stays_the_same(torch: Any) -> None:
 def test_results_larger_than_their_memory_come_in_pieces(torch: Any, rows: int) -> None:
     stage = Staging(torch, "cpu", 16, 4 * 5 * 4)
     made = torch.arange(rows * 5, dtype=torch.float32).view(rows, 5)
-    stage.put([np.zeros(1, np.int64)])
-    found = stage.fetch(made)
+    slot, _ = stage.put([np.zeros(1, np.int64)])
+    stage.launched(slot, made)
+    found = stage.fetch(slot, made)
     made.zero_()
     np.testing.assert_array_equal(found, np.arange(rows * 5, dtype=np.float32).reshape(rows, 5))
     with pytest.raises(AssertionError, match="a row of 400 bytes was not foreseen"):
-        stage.fetch(torch.zeros(1, 100))
+        stage.launched(slot, torch.zeros(1, 100))
 
 
 def test_the_end_of_a_step_is_asked_for_and_its_time_is_the_cards(
@@ -112,20 +115,60 @@ def test_the_end_of_a_step_is_asked_for_and_its_time_is_the_cards(
     looks: list[float] = []
     monkeypatch.setattr(staging.time, "sleep", looks.append)
     stage = Staging(card_like(torch), "cuda", 64, 64)
-    for _ in range(3):
-        stage.put([np.zeros(2, np.int64)])
+
+    def step() -> None:
+        slot, _ = stage.put([np.zeros(2, np.int64)])
         with stage.stream():
             made = torch.ones(2, 2)
-        stage.fetch(made)
+        stage.launched(slot, made)
+        stage.fetch(slot, made)
+
+    for _ in range(3):
+        step()
     assert looks == [staging.POLL_S] * 6
     assert stage.device_s == pytest.approx(3 * 0.25)
     assert (stage.gaps.count, stage.gaps.seconds) == (2, pytest.approx(2 * 0.25))
     stage.forget()
     assert (stage.device_s, stage.gaps.count) == (0.0, 0)
-    stage.put([np.zeros(2, np.int64)])
-    stage.fetch(torch.ones(2, 2))
+    step()
     assert stage.device_s == pytest.approx(0.25)
     assert stage.gaps.count == 0, "what lies before the first step that counts is no gap"
+    step()
+    assert stage.gaps.count == 1
+
+
+def test_a_step_may_be_put_while_the_one_before_is_not_fetched_and_keeps_its_own(
+    torch: Any,
+) -> None:
+    stage = Staging(card_like(torch), "cuda", 64, 64)
+    first, (ids,) = stage.put([np.array([[1, 2]], np.int64)])
+    one = ids.float() * 10
+    stage.launched(first, one)
+    second, (ids,) = stage.put([np.array([[3, 4]], np.int64)])
+    other = ids.float() * 10
+    stage.launched(second, other)
+    with pytest.raises(AssertionError, match="2 steps are under way"):
+        stage.put([np.zeros(1, np.int64)])
+    np.testing.assert_array_equal(stage.fetch(first, one), [[10, 20]])
+    np.testing.assert_array_equal(stage.fetch(second, other), [[30, 40]])
+    stage.put([np.zeros(1, np.int64)])
+
+
+def test_a_step_that_fails_on_the_card_leaves_its_slot(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Staging(card_like(torch), "cuda", 64, 64)
+
+    def lost(self: LateEvent) -> bool:
+        raise RuntimeError("unspecified launch failure")
+
+    for _ in range(3):
+        slot, _ = stage.put([np.zeros(2, np.int64)])
+        stage.launched(slot, torch.ones(1, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(LateEvent, "query", lost)
+            with pytest.raises(RuntimeError, match="launch failure"):
+                stage.fetch(slot, torch.ones(1, 1))
 
 
 def test_a_compute_stream_cannot_be_waited_for(torch: Any) -> None:
@@ -149,11 +192,11 @@ def test_an_engine_takes_its_memory_when_it_opens_and_none_in_a_step(
 
     monkeypatch.setattr(Staging, "_pinned", pinned)
     with opened(HIDDEN, tiny.cache) as engine:
-        assert len(made) == 2, "inputs and results"
+        assert len(made) == 4, "inputs and results of two slots"
         place = engine._staging._there.data_ptr()
         for count in (1, len(PROMPTS)):
             engine.vectors(tasks_of(lease_of(PROMPTS[:count], MEAN)))
-        assert (len(made), engine._staging._there.data_ptr()) == (2, place)
+        assert (len(made), engine._staging._there.data_ptr()) == (4, place)
 
 
 def test_the_largest_step_of_the_profile_fits(tiny: TinyCheckpoints) -> None:
@@ -241,6 +284,47 @@ def test_a_generation_runs_as_the_engine(
     monkeypatch.setattr(calls, "engine", engine_mark)
     with opened(GENERATE, tiny.cache) as engine:
         fetch = engine._staging.fetch
-        engine._staging.fetch = lambda made: (seen.append("fetch"), fetch(made))[1]
+        engine._staging.fetch = lambda *step: (seen.append("fetch"), fetch(*step))[1]
         engine._run(tasks_of(lease_of(PROMPTS[:2], GREEDY, new=[3, 3])))
     assert seen == ["in", "out", "fetch"]
+
+
+def test_a_step_is_launched_before_the_results_of_the_one_before_are_there(
+    tiny: TinyCheckpoints,
+) -> None:
+    """And never a third: two are under way at most, whatever waits."""
+    order: list[str] = []
+    second_is_launched, go_on = threading.Event(), threading.Event()
+    with opened(HIDDEN, tiny.cache) as engine:
+        engine._launch_ahead()
+        launch, fetch = engine._launch, engine._staging.fetch
+
+        def noted_launch(*step: Any) -> Any:
+            made = launch(*step)
+            order.append("launch")
+            if order.count("launch") == 2:
+                second_is_launched.set()
+            return made
+
+        def late_fetch(*step: Any) -> Any:
+            assert second_is_launched.wait(60)
+            assert go_on.wait(60)
+            order.append("fetch")
+            return fetch(*step)
+
+        engine._launch, engine._staging.fetch = noted_launch, late_fetch
+        prompts = [[5, 9, 7]] * 8 * 4  # LIMITS: eight a step
+        engine.submit(lease_of(prompts, MEAN))
+        assert engine.poll(0.0) == []
+        assert second_is_launched.wait(60)
+        assert order == ["launch", "launch"]
+        assert len(engine.unfinished()) == 32
+        assert len(engine.withdraw_unstarted()) == 16, "two steps were begun"
+        go_on.set()
+        rows = drain(engine)
+        assert {row["status"] for row in rows.values()} == {"ok"}
+        assert order == ["launch", "launch", "fetch", "fetch"]
+        assert engine.stats.steps == 2
+        assert engine.stats.computed_tokens == 16 * 3
+        assert engine.stats.busy_s > 0
+    assert engine._fetcher is None
