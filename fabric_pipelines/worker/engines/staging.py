@@ -56,7 +56,8 @@ class Staging:
         self._stream = torch.cuda.Stream() if self._cuda else None
         self._turn = 0
         # An event of its own: the slot's is recorded again before the gap behind it can be told.
-        self._end_before, self._spare = None, self._event()
+        self._end_before: Any = None
+        self._spare = self._event()
         self.device_s = 0.0
         self.gaps = Gaps()
 
@@ -133,7 +134,7 @@ class Staging:
 
     def _rows(self, slot: Slot, made: Any) -> int:
         row_bytes = made.shape[1] * made.element_size()
-        rows = len(slot.results) // max(row_bytes, 1)
+        rows = len(slot.results) // max(int(row_bytes), 1)
         assert rows, f"a row of {row_bytes:,} bytes was not foreseen"
         return rows
 
