@@ -20,18 +20,15 @@ from fabric_pipelines.errors import UsageError
 from fabric_pipelines.worker.engines.transfers import NEVER_WAITED_FOR
 from fabric_pipelines.worker.gaps import Gaps
 
-ALIGNMENT = 16
-POLL_S = 50e-6  # between two looks at an event
-
-
 SLOTS = 2
+POLL_S = 50e-6  # between two looks at an event
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Pinned memory of one step, and the events before and behind it (None on a processor)."""
+    """Pinned memory of one step, one block an input, and the events before and behind it (None on a processor)."""
 
-    inputs: Any
+    inputs: list[Any]
     results: Any
     begin: Any
     end: Any
@@ -39,17 +36,23 @@ class Slot:
 
 
 class Staging:
-    """input_bytes, result_bytes: of a slot's pinned memory. Inputs must fit (each array begins at a multiple of ALIGNMENT);
-    results may be larger and then come in pieces, of which one row must fit. `put`, then `launched` in the thread that
-    queues the work; `fetch` in any, steps in order."""
+    """input_bytes: most of each input; result_bytes: of a slot's pinned memory for results, which may be larger and then come
+    in pieces, of which one row must fit. `put`, then `launched` in the thread that queues the work; `fetch` in any, steps
+    in order."""
 
-    def __init__(self, torch: Any, device: str, input_bytes: int, result_bytes: int) -> None:
+    def __init__(
+        self, torch: Any, device: str, input_bytes: Sequence[int], result_bytes: int
+    ) -> None:
         self._torch, self._cuda = torch, device == "cuda"
-        # One is enough: on one stream a step's inputs are overwritten after its work.
-        self._there = torch.empty(input_bytes, dtype=torch.uint8, device=device)
+        # One each is enough: on one stream a step's inputs are overwritten after its work. Not one for all of them: what is
+        # compiled is compiled again for a tensor that begins elsewhere in its memory than the one before.
+        self._there = [torch.empty(size, dtype=torch.uint8, device=device) for size in input_bytes]
         self._slots = [
             Slot(
-                self._pinned(input_bytes), self._pinned(result_bytes), self._event(), self._event()
+                [self._pinned(size) for size in input_bytes],
+                self._pinned(result_bytes),
+                self._event(),
+                self._event(),
             )
             for _ in range(SLOTS)
         ]
@@ -87,22 +90,22 @@ class Staging:
         """Begin a step: the arrays as tensors on the device, valid for work that is queued until the next `put`."""
         slot = self._slots[self._turn % SLOTS]
         assert not slot.taken, f"{SLOTS} steps are under way"
-        spans, at = [], 0
-        for array in arrays:
-            spans.append((at, at + array.nbytes))
-            at += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        assert at <= len(slot.inputs), f"a step of {at:,} bytes was not foreseen"
-        held = slot.inputs.numpy()
-        for array, (start, end) in zip(arrays, spans, strict=True):
-            held[start:end].view(array.dtype).reshape(array.shape)[...] = array
+        for array, here in zip(arrays, slot.inputs, strict=True):
+            size = array.nbytes
+            assert size <= len(here), f"an input of {size:,} bytes was not foreseen"
+            here.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array
         slot.taken = True
         self._turn += 1
         self._mark(slot.begin)
-        self._there[:at].copy_(slot.inputs[:at], non_blocking=True)
         return slot, [
-            self._there[start:end].view(getattr(self._torch, array.dtype.name)).view(array.shape)
-            for array, (start, end) in zip(arrays, spans, strict=True)
+            self._sent(array, here, there)
+            for array, here, there in zip(arrays, slot.inputs, self._there, strict=True)
         ]
+
+    def _sent(self, array: npt.NDArray[Any], here: Any, there: Any) -> Any:
+        size = array.nbytes
+        there[:size].copy_(here[:size], non_blocking=True)
+        return there[:size].view(getattr(self._torch, array.dtype.name)).view(array.shape)
 
     def launched(self, slot: Slot, made: Any) -> None:
         """Behind the work of a step: its results [n, width], or the first piece of them, are on their way."""

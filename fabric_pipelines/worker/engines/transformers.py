@@ -129,9 +129,7 @@ class TransformersEngine(SteppingEngine):
     def _ready(self) -> None:
         """Sized from the profile."""
         limits = self.manifest
-        inputs = self._input_bytes_per_token() * self._step_tokens() + 64 * (
-            limits.max_batch_size + 1
-        )
+        inputs = self._input_bytes(self._step_tokens(), limits.max_batch_size)
         row = self._result_row_bytes()
         results = min(max(row * limits.max_batch_size, row), max(RESULT_BYTES_MAX, row))
         self._staging = Staging(self._torch, self._device, inputs, results)
@@ -145,8 +143,8 @@ class TransformersEngine(SteppingEngine):
         return max(self.manifest.max_num_tokens, self.manifest.max_input_len)
 
     @abstractmethod
-    def _input_bytes_per_token(self) -> int:
-        """What goes to the device with one token of a step."""
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        """Most of each input of a step."""
 
     @abstractmethod
     def _result_row_bytes(self) -> int:
@@ -300,8 +298,8 @@ class GenerateEngine(TransformersEngine):
         width = config.num_key_value_heads * head
         return int(2 * config.num_hidden_layers * width * self._model.dtype.itemsize)
 
-    def _input_bytes_per_token(self) -> int:
-        return 2 * 8  # id and mask
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        return [8 * tokens, 8 * tokens]  # ids and mask
 
     def _result_row_bytes(self) -> int:
         return 8 * self.manifest.max_seq_len
@@ -418,8 +416,8 @@ class PassEngine(TransformersEngine):
         width = 6 * config.hidden_size + 3 * config.intermediate_size
         return int(width * self._model.dtype.itemsize)
 
-    def _input_bytes_per_token(self) -> int:
-        return 2 * 8  # id and position
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        return [8 * tokens, 8 * tokens, 4 * (sequences + 1)]  # ids, positions, ends
 
     def _result_row_bytes(self) -> int:
         return 4 * int(self._model.config.hidden_size) * (len(self._blocks) + 1)

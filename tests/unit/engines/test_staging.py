@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +83,7 @@ def card_like(torch: Any) -> Any:
 
 
 def test_inputs_arrive_whole_in_memory_that_stays_the_same(torch: Any) -> None:
-    stage = Staging(torch, "cpu", 256, 64)
+    stage = Staging(torch, "cpu", [128, 8], 64)
     places = set()
     for size in (5, 1, 9):
         ids = np.arange(size, dtype=np.int64)[None]
@@ -89,16 +91,18 @@ def test_inputs_arrive_whole_in_memory_that_stays_the_same(torch: Any) -> None:
         slot, (there, ends_there) = stage.put([ids, ends])
         np.testing.assert_array_equal(there.numpy(), ids)
         np.testing.assert_array_equal(ends_there.numpy(), ends)
-        places.add(there.data_ptr())
+        places.add((there.data_ptr(), ends_there.data_ptr()))
+        offsets = [tensor.storage_offset() for tensor in (there, ends_there)]
+        assert offsets == [0, 0], "else compiled code would be compiled again"
         stage.withdraw(slot)
     assert len(places) == 1
-    with pytest.raises(AssertionError, match="a step of 272 bytes was not foreseen"):
-        stage.put([np.zeros(33, np.int64)])
+    with pytest.raises(AssertionError, match="an input of 136 bytes was not foreseen"):
+        stage.put([np.zeros(17, np.int64), ends])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 11])
 def test_results_larger_than_their_memory_come_in_pieces(torch: Any, rows: int) -> None:
-    stage = Staging(torch, "cpu", 16, 4 * 5 * 4)
+    stage = Staging(torch, "cpu", [16], 4 * 5 * 4)
     made = torch.arange(rows * 5, dtype=torch.float32).view(rows, 5)
     slot, _ = stage.put([np.zeros(1, np.int64)])
     stage.launched(slot, made)
@@ -114,7 +118,7 @@ def test_the_end_of_a_step_is_asked_for_and_its_time_is_the_cards(
 ) -> None:
     looks: list[float] = []
     monkeypatch.setattr(staging.time, "sleep", looks.append)
-    stage = Staging(card_like(torch), "cuda", 64, 64)
+    stage = Staging(card_like(torch), "cuda", [64], 64)
 
     def step() -> None:
         slot, _ = stage.put([np.zeros(2, np.int64)])
@@ -140,7 +144,7 @@ def test_the_end_of_a_step_is_asked_for_and_its_time_is_the_cards(
 def test_a_step_may_be_put_while_the_one_before_is_not_fetched_and_keeps_its_own(
     torch: Any,
 ) -> None:
-    stage = Staging(card_like(torch), "cuda", 64, 64)
+    stage = Staging(card_like(torch), "cuda", [64], 64)
     first, (ids,) = stage.put([np.array([[1, 2]], np.int64)])
     one = ids.float() * 10
     stage.launched(first, one)
@@ -157,7 +161,7 @@ def test_a_step_may_be_put_while_the_one_before_is_not_fetched_and_keeps_its_own
 def test_a_step_that_fails_on_the_card_leaves_its_slot(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Staging(card_like(torch), "cuda", 64, 64)
+    stage = Staging(card_like(torch), "cuda", [64], 64)
 
     def lost(self: LateEvent) -> bool:
         raise RuntimeError("unspecified launch failure")
@@ -175,7 +179,7 @@ def test_a_compute_stream_cannot_be_waited_for(torch: Any) -> None:
     cupy = SimpleNamespace(
         cuda=SimpleNamespace(runtime=None, Stream=lambda non_blocking: SimpleNamespace(ptr=1))
     )
-    for stream in (Staging(torch, "cpu", 16, 16), CupyStream(cupy), HostCard().stream()):
+    for stream in (Staging(torch, "cpu", [16], 16), CupyStream(cupy), HostCard().stream()):
         with pytest.raises(UsageError, match="a compute stream is not waited for"):
             stream.synchronize()
 
@@ -192,11 +196,11 @@ def test_an_engine_takes_its_memory_when_it_opens_and_none_in_a_step(
 
     monkeypatch.setattr(Staging, "_pinned", pinned)
     with opened(HIDDEN, tiny.cache) as engine:
-        assert len(made) == 4, "inputs and results of two slots"
-        place = engine._staging._there.data_ptr()
+        assert len(made) == 8, "three inputs and the results, of two slots"
+        place = engine._staging._there[0].data_ptr()
         for count in (1, len(PROMPTS)):
             engine.vectors(tasks_of(lease_of(PROMPTS[:count], MEAN)))
-        assert (len(made), engine._staging._there.data_ptr()) == (4, place)
+        assert (len(made), engine._staging._there[0].data_ptr()) == (8, place)
 
 
 def test_the_largest_step_of_the_profile_fits(tiny: TinyCheckpoints) -> None:
@@ -328,3 +332,24 @@ def test_a_step_is_launched_before_the_results_of_the_one_before_are_there(
         assert engine.stats.computed_tokens == 16 * 3
         assert engine.stats.busy_s > 0
     assert engine._fetcher is None
+
+
+def test_after_the_warm_up_no_block_is_compiled_again_whatever_the_size_of_a_step(
+    torch: Any, tiny: TinyCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of one step lay behind each other in one block of memory: an odd number of tokens moved the second, and all blocks
+    were compiled once more in the first seconds of a run, which cost four of them."""
+    from torch._dynamo.utils import counters
+
+    compile_as_it_is = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda work, **how: compile_as_it_is(work, **how))
+    own = tiny.copied(tmp_path / "models")
+    name = f"{HIDDEN}-compiled"
+    own.folder(HIDDEN).rename(own.folder(name))
+    with opened(name, own.cache) as engine:
+        engine._warm_up()
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs > 0, "nothing was compiled"
+        for lengths in ([3, 40, 1], [7], [100, 2, 2, 90], [33], [2], [64, 64], [251], [500], [1]):
+            engine.vectors(tasks_of(lease_of([[5] * length for length in lengths], MEAN)))
+        assert counters["stats"]["unique_graphs"] == graphs
