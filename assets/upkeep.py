@@ -35,11 +35,8 @@ shard_names = dg.DynamicPartitionsDefinition(name="shards")
 def observed_versions(instance: dg.DagsterInstance) -> dict[str, str]:
     """The data version that `source` was last seen with, by shard."""
     found = latest_events(instance, SOURCE_KEY, dg.DagsterEventType.ASSET_OBSERVATION)
-    return {
-        shard: event.tags[VERSION_TAG]
-        for shard, event in found.items()
-        if VERSION_TAG in event.tags
-    }
+    tags = {shard: event.tags or {} for shard, event in found.items()}
+    return {shard: given[VERSION_TAG] for shard, given in tags.items() if VERSION_TAG in given}
 
 
 def changed_versions(
