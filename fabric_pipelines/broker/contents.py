@@ -1,4 +1,6 @@
-"""What has been fingerprinted of submissions that are still open: derived, lost with the process, read back if needed.
+"""Whether a submission is what it says: the fields it was opened with, and the content that was taken of it.
+
+The fingerprint of what was taken is derived, lost with the process, read back if needed.
 
 An upload stream fingerprints its own rows, outside the owner's thread. That counts only while every row of the submission
 came in that one stream; of rows that two streams brought, only the journal knows what was taken.
@@ -6,12 +8,16 @@ came in that one stream; of rows that two streams brought, only the journal know
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import fields
 
 import pyarrow as pa
 
 from fabric_pipelines.errors import SubmissionConflict
 from fabric_pipelines.records.submission import Fingerprinter, Submission
+
+SHOWN_MAX = 80  # characters of a value in an error
 
 
 class Contents:
@@ -71,3 +77,23 @@ class Contents:
 
 def _is(running: Fingerprinter, header: Submission) -> bool:
     return running.tasks == header.tasks and running.hexdigest() == header.fingerprint
+
+
+def require_same(known: Submission, sent: Submission) -> None:
+    """SubmissionConflict that names the first field in which a submission sent again differs from the one that its id
+    stands for. All of them count, those that decide nothing here included: whoever reads the labels of a result later
+    has to be able to rely on their being those of this submission."""
+    if known == sent:
+        return
+    mine, theirs = (json.loads(header.to_json()) for header in (known, sent))
+    for name in (item.name for item in fields(Submission)):
+        if mine[name] != theirs[name]:
+            raise SubmissionConflict(
+                f"submission {known.submission_id[:12]} is known with {name} {_shown(mine[name])}, not "
+                f"{_shown(theirs[name])}: send it as it was, or under another id (set the salt)"
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."

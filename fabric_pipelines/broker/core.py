@@ -26,7 +26,7 @@ from fabric_pipelines.broker.accounts import (
     has_repeats,
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
-from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.contents import Contents, require_same
 from fabric_pipelines.broker.deaths import earlier_rounds, requeued
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -176,26 +176,7 @@ class Core:
         record = self.state.by_submission.get(header.submission_id)
         if record is None:
             return [SubmissionOpened(header)]
-        for name in (
-            "fingerprint",
-            "tasks",
-            "tokens",
-            "function",
-            "engine",
-            "tenant",
-            "vocab_size",
-        ):
-            mine, theirs = getattr(record.header, name), getattr(header, name)
-            if mine != theirs:
-                raise SubmissionConflict(
-                    f"submission {header.submission_id[:12]} is known with {name} {mine!r}, not "
-                    f"{theirs!r}: other content needs another id (set the salt)"
-                )
-        if dict(record.header.sampling) != dict(header.sampling):
-            raise SubmissionConflict(
-                f"submission {header.submission_id[:12]} is known with other sampling: it needs "
-                "another id (set the salt)"
-            )
+        require_same(record.header, header)
         return []
 
     def known(self, submission_id: str) -> SubmissionRecord:
@@ -372,11 +353,7 @@ class Core:
         if self.state.suspects and self._holds_suspects(leases):
             session.held_back = SUSPECTS_ALONE
             return [], None
-        consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        refuser = bit_of(session.kind, self.state.classes)
-        asker = Asker(
-            name, session.engine, refuser, consumers, busy=bool(leases), tenant=session.tenant
-        )
+        asker = self._asker(session, busy=bool(leases))
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
@@ -387,6 +364,23 @@ class Core:
         self._account(session, grant)
         self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
+
+    def _asker(self, session: Session, *, busy: bool) -> Asker:
+        profiles = [
+            other.profile for other in self.sessions.values() if other.engine == session.engine
+        ]
+        mine = session.profile.max_num_tokens
+        largest = max(profiles, key=lambda profile: profile.max_num_tokens)
+        return Asker(
+            session.name,
+            session.engine,
+            bit_of(session.kind, self.state.classes),
+            len(profiles),
+            busy=busy,
+            tenant=session.tenant,
+            share=(mine, sum(profile.max_num_tokens for profile in profiles)),
+            larger=largest.batch if largest.max_num_tokens > mine else None,
+        )
 
     def _holds_suspects(self, leases: Iterable[int]) -> bool:
         state = self.state

@@ -464,7 +464,7 @@ class Owner:
         self._log(opening)
 
     def enqueue(self, upload: TaskUpload) -> SubmissionState:
-        if (header := upload.header) is not None and self.tenant_of(upload.submission_id) is None:
+        if (header := upload.header) is not None and self.core.open(header):
             self._open_with(upload, header)
         tokens = int(upload.columns.prompt.sum())
         facts, fresh = self.core.enqueue(

@@ -308,8 +308,8 @@ def test_nacked_tasks_come_back_first_and_cost_no_attempt(bench: Bench) -> None:
     assert bench.owner.nack("w", np.array(ids), "drains", False) == 4
     again = bench.lease()
     assert again is not None
-    assert ids_of(again) == ids
-    assert again.tasks.column("attempts").to_pylist() == [0] * 4
+    assert ids_of(again)[:4] == ids, "and take along what a full batch needs"
+    assert set(again.tasks.column("attempts").to_pylist()) == {0}
 
 
 def test_attempts_that_were_given_back_run_out_too_and_say_why(bench: Bench) -> None:
