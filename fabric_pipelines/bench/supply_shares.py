@@ -142,10 +142,10 @@ def tenants(consumers: int, documents: int = 1000) -> Shares:
     parts = [log_normal_prompts(documents, seed=seed) for seed in (11, 12)]
     desk = _TwoTenants(parts)
     whole = Prompts(
-        *(
-            np.concatenate([getattr(one, name) for one in parts])
-            for name in ("tokens", "prompt", "new", "output")
-        ),
+        np.concatenate([one.tokens for one in parts]),
+        np.concatenate([one.prompt for one in parts]),
+        np.concatenate([one.new for one in parts]),
+        np.concatenate([one.output for one in parts]),
         chains=[chain for one in parts for chain in one.chains],
     )
     run = Run(whole, consumers, seed=3, desk=desk)
