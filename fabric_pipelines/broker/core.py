@@ -661,9 +661,14 @@ class Core:
 
     # -- audits
 
-    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
-        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
-        self._supply.near = near
+    def look_ahead(
+        self,
+        near: Callable[[Sequences], int],
+        out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None],
+    ) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now, and asks for
+        the others; `out_of_reach` which of them nobody can fetch now, None for none."""
+        self._supply.near, self._supply.out_of_reach = near, out_of_reach
 
     @property
     def withheld(self) -> bool:

@@ -163,7 +163,7 @@ class Owner:
                     background=cold_background,
                 )
                 self.tiering.scrubbing = self.scrubbing
-                self.core.look_ahead(self.tiering.near)
+                self.core.look_ahead(self.tiering.near, self.tiering.out_of_reach)
                 self.upkeep.join(self.tiering)
         if life.opens > 1:
             self._log(

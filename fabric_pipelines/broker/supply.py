@@ -35,6 +35,11 @@ from fabric_pipelines.records.batch import Budget
 Sequences = npt.NDArray[np.int64]
 NO_PLACES: Sequences = np.zeros(0, np.int64)
 PASSED_OVER_MAX = 64
+LOOKED_AT_ONCE, LOOKED_MAX = (
+    1 << 12,
+    1 << 16,
+)  # rows, for those that can be read while a store is away
+ASKED_AGAIN = 256  # rows of a lane that stand aside
 THIN_MAX = 8  # lanes that promised a full batch and had none, looked at for one lease
 SUSPECTS_ALONE = "work that may have ended a worker goes out by itself: finish what is held first"
 SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
@@ -119,6 +124,8 @@ class Supply:
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
         # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
         self.near: Callable[[Sequences], int] | None = None
+        # which of these tasks cannot be read before a store answers again; None: none
+        self.out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None] | None = None
         self.withheld: list[Lane] = []
 
     def begin(self) -> None:
@@ -302,8 +309,11 @@ class Supply:
     def _cut(self, lane: Lane, budget: Budget, asker: Asker) -> _Cut | None:
         """The next batch of a lane that has ready tasks, which leaves it only with `_take_cut`. None if there is none
         for this session."""
-        index = self._state.index
-        view = self._look(lane, budget.sequences, asker.name, front=self._front_is_for(lane, asker))
+        index, front = self._state.index, self._front_is_for(lane, asker)
+        self._recall(lane)
+        view = self._look(lane, budget.sequences, asker.name, front=front)
+        if view is not None and not len(view.at) and front and lane.order.has_front:
+            view = self._look(lane, budget.sequences, asker.name, front=False) or view
         if view is None:
             return None
         if not len(view.at):
@@ -367,12 +377,15 @@ class Supply:
         return np.concatenate(parts)
 
     def _look(self, lane: Lane, limit: int, who: str, *, front: bool = True) -> _View | None:
-        """Entries of the order that are no longer ready are dropped on the way. None, which only happens without
-        `front`: nothing is ready."""
+        """Entries of the order that are no longer ready are dropped on the way, and those out of reach step aside.
+        Without a place in it: nobody can read its next rows now. None, which only happens without `front`: nothing is
+        ready."""
         who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
-        wanted = limit
+        wanted, looked = limit, 0
         while True:
             seen = lane.order.peek(wanted, who, front=front)
+            if (not len(seen) and lane.order.has_aside) or looked > LOOKED_MAX:
+                return _View(lane, who, NO_PLACES, NO_PLACES, front)
             if not len(seen) and not front:
                 return None
             assert len(seen), (
@@ -382,11 +395,45 @@ class Supply:
             view = _View(lane, who, seen, at, front)
             if not len(at):
                 self._take(view, 0)
+            elif self._step_aside(view):
+                wanted, looked = max(limit, LOOKED_AT_ONCE), looked + len(seen)
             elif len(at) < limit and len(seen) == wanted:
                 wanted += limit  # some of these were claimed out of the order
             else:
                 view = view.upto(limit)
                 return view if self.near is None else view.upto(self.near(view.tasks))
+
+    def _step_aside(self, view: _View) -> bool:
+        """Rows that nobody can read before the store answers again let those behind them pass, and go first once it
+        does. Rows that are only on their way do not: were they passed, a lane would go in the order in which its
+        segments come back, and not by prefix. Suspects stay where they are. Whether any did."""
+        order = view.lane.order
+        if self.out_of_reach is None or (view.front and order.has_front):
+            return False
+        gone = self.out_of_reach(view.tasks)
+        if gone is None:
+            return False
+        places = np.zeros(len(view.seen), np.bool_)
+        places[view.at[gone]] = True
+        order.step_aside(places, view.who)
+        return True
+
+    def _recall(self, lane: Lane) -> None:
+        """Those of the longest aside that can be read, or asked for, again go first now; some of the others are asked
+        for, so that it shows when they can."""
+        order = lane.order
+        if self.near is None or self.out_of_reach is None or not order.has_aside:
+            return
+        tasks = order.recall(LOOKED_AT_ONCE)
+        gone = self.out_of_reach(tasks)
+        if gone is not None:
+            self.near(tasks[gone][:ASKED_AGAIN])
+            order.aside(tasks[gone])
+            order.add_ahead(tasks[~gone])
+            return
+        while len(tasks):
+            order.add_ahead(tasks)
+            tasks = order.recall(LOOKED_AT_ONCE)
 
     def _take(self, view: _View, count: int) -> Sequences:
         """The first `count` ready ones of a view leave the order, and the stale ones between them."""
