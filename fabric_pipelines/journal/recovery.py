@@ -25,6 +25,7 @@ from fabric_pipelines.journal.frame import (
     SEAL,
     SEGMENT,
     Control,
+    Header,
     extend_chain,
     salt_of,
 )
@@ -79,6 +80,7 @@ class Scan:
     sealed: bool = False
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("H"))
+    crcs: array[int] = field(default_factory=lambda: array("I"))
     unread: bool = False
 
 
@@ -153,6 +155,7 @@ def recover(
             end=scan.end,
             offsets=scan.offsets,
             kinds=scan.kinds,
+            crcs=scan.crcs,
             sealed=scan.sealed,
             unread=bytearray(b"\1") * len(scan.offsets) if scan.unread else None,
             cold=candidate.stub is not None,
@@ -201,6 +204,7 @@ def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, 
         sealed=True,
         offsets=stub.offsets,
         kinds=stub.kinds,
+        crcs=stub.crcs,
         unread=True,
     )
 
@@ -234,6 +238,7 @@ def _summary(ops: FileOps, candidate: Candidate, identity: Identity, salt: int) 
         sealed=True,
         offsets=index.offsets,
         kinds=index.kinds,
+        crcs=index.crcs,
         unread=True,
     )
 
@@ -296,8 +301,7 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) ->
         opens=start.opens,
     )
     offset, chain = scan.end, scan.chain
-    group: list[int] = []
-    kinds: list[int] = []
+    group: list[tuple[int, Header]] = []
     while not scan.sealed:
         found = frame_at(window, offset, epoch=candidate.epoch, salt=salt)
         if found is None:
@@ -305,17 +309,15 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) ->
         if found.control is None:
             if found.header.lsn != scan.last_lsn + len(group) + 1:
                 break
-            group.append(offset)
-            kinds.append(found.header.kind)
+            group.append((offset, found.header))
         elif not _closes(found, scan, chain, len(group)):
             break
         offset += found.header.frame_bytes
         if found.header.kind != SEAL:
             chain = extend_chain(chain, found.raw_header, journal_format)
         if found.control is not None:
-            scan.kinds.extend(kinds)
             _accept(scan, found, found.control, chain, offset, group)
-            group, kinds = [], []
+            group = []
     return scan
 
 
@@ -332,9 +334,16 @@ def _closes(found: Found, scan: Scan, chain: int, group_frames: int) -> bool:
 
 
 def _accept(
-    scan: Scan, found: Found, control: Control, chain: int, end: int, group: list[int]
+    scan: Scan,
+    found: Found,
+    control: Control,
+    chain: int,
+    end: int,
+    group: list[tuple[int, Header]],
 ) -> None:
-    scan.offsets.extend(group)
+    scan.offsets.extend(offset for offset, _ in group)
+    scan.kinds.extend(header.kind for _, header in group)
+    scan.crcs.extend(header.crc for _, header in group)
     scan.last_lsn += len(group)
     scan.chain, scan.end = chain, end
     scan.durable_lsn = max(scan.durable_lsn, control.durable_lsn)

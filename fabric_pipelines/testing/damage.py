@@ -1,5 +1,5 @@
 """Every kind of damage that what a recorded life keeps may take without any crash: a bit that rots, a copy of another
-course of the journal, a file cut short or gone.
+course of the journal, a file cut short or gone, a whole frame or object that is not the one that was written.
 
 One `Damage` is one thing of one moment of the life that is not what was written. Which bytes are hit follows from
 the formats alone, so that each field of each kind of frame, each column and each object is met; `seed` says only
@@ -12,6 +12,7 @@ import json
 import random
 import re
 import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +26,18 @@ from fabric_pipelines.journal import Journal, index, stub
 from fabric_pipelines.journal.frame import HEADER, HEADER_BYTES, SEAL, padded
 from fabric_pipelines.journal.identity import NAME
 from fabric_pipelines.journal.segment import Found, Mapped, frame_at
-from fabric_pipelines.testing.course import other_course
+from fabric_pipelines.testing.course import (
+    of_another_journal,
+    other_course,
+    other_frame,
+    other_payload,
+)
 from fabric_pipelines.testing.crash_life import COLD, FOLDER, SEGMENT_BYTES, Life
 from fabric_pipelines.testing.sim_disk import Image, Note, SimDisk, all_kept
 
 STILL = Clock(lambda: 0.0, lambda: 0)
 ANOTHER = "from another course of the journal"
+ONE_FRAME = "with one frame from another course of the journal"
 FIELDS = tuple(
     struct.calcsize(HEADER.format[: part.start()])
     for part in re.finditer(r"\d*[a-zA-Z]", HEADER.format)
@@ -183,12 +190,17 @@ class _AtRest:
                 cut = replace(hits[0], story="cut in half", content=content[: end // 2], at=None)
                 for hit in (*hits, cut):
                     yield replace(hit, thing="fetch", carried=True)
+                if self._is_new("foreign", path):
+                    yield from _foreign_objects(moment, path, epoch, names)
             if not self._is_new(path.parent, content[:end]):
                 continue
             if sealed or thing == "object":
                 yield from _whole(moment, thing, path, names, end)
             if sealed:
                 yield from self._of_another_course(moment, path, epoch, content, end)
+                if _stub_path(epoch) not in moment.image.entries:  # else the object is read
+                    mixed = other_frame(content[:end], epoch, moment.salt, moment.journal_id)
+                    yield Damage(moment, "foreign", ONE_FRAME, path, mixed + content[end:], names)
 
     def _of_frames(
         self,
@@ -240,6 +252,7 @@ class _AtRest:
                 chain=other.index.chain,
                 offsets=other.index.offsets,
                 kinds=other.index.kinds,
+                crcs=other.index.crcs,
             )
             yield Damage(moment, "stub", ANOTHER, path, swapped.pack(owner), names)
 
@@ -305,6 +318,41 @@ class _AtRest:
         new = what not in self.seen
         self.seen.add(what)
         return new
+
+
+def _foreign_objects(
+    moment: Moment, path: Path, epoch: int, names: tuple[str, ...]
+) -> Iterator[Damage]:
+    """Whole in itself, and not what was put: with the stub of today, which knows each frame, and with one of version 1,
+    which knows only all of them together."""
+    content, how = moment.content(path), (epoch, moment.salt, moment.journal_id)
+    found = {
+        ONE_FRAME: other_frame(content, *how),
+        "with another payload": other_payload(content, *how).content,
+        "of another journal": of_another_journal(content, *how),
+    }
+    if (other := other_course(content, *how)) is not None:
+        found[ANOTHER] = other.content
+    for like in _objects(moment.image):
+        if like != path:
+            found[f"which is {like.name}"] = moment.content(like)
+    for at in (moment, _with_old_stub(moment, epoch)):
+        for story, foreign in found.items():
+            yield Damage(at, "foreign", story, path, foreign, names)
+
+
+def _with_old_stub(moment: Moment, epoch: int) -> Moment:
+    """The same with that segment's stub as it was before stubs had CRCs of frames."""
+    owner, image = bytes.fromhex(moment.journal_id), moment.image.copy()
+    path = _stub_path(epoch)
+    good = stub.unpack_stub(memoryview(moment.content(path)), owner)
+    assert good is not None
+    image.contents[image.entries[path]] = replace(good, crcs=array("I")).pack(owner)
+    return replace(moment, name=f"{moment.name}, stub {epoch} of version 1", image=image)
+
+
+def _stub_path(epoch: int) -> Path:
+    return FOLDER / f"epoch-{epoch:08d}{stub.SUFFIX}"
 
 
 def _whole(

@@ -17,7 +17,7 @@ from fabric_pipelines.testing.damage_judge import ALL, DamageJudge
 from fabric_pipelines.testing.sim_disk import SimDisk
 from tests.mutations import Site, crc_sites, take_out
 
-KEPT = {"segment", "index", "checkpoint", "stub", "object", "identity"}
+KEPT = {"segment", "index", "checkpoint", "stub", "object", "identity", "foreign"}
 CARRIED = {"fetch", "put", "read-back", "upload", "lease", "pull", "completion"}
 AGAINST_CRASHES = {"unpack_header", "frame_at", "read_index", "_closes"}
 SITES = crc_sites()
@@ -37,8 +37,9 @@ def test_whatever_is_damaged_is_refused_by_name_or_without_effect(life: Life) ->
     assert found.keys() == KEPT | CARRIED | {ALL}
     assert found[ALL]["states"] >= 1300
     assert found[ALL]["served"] == 0
-    assert all(found[thing]["harmless"] == 0 for thing in CARRIED | {"object"})
-    assert all(found[thing]["refused"] >= 30 for thing in found.keys() - {"index"})
+    assert all(found[thing]["harmless"] == 0 for thing in CARRIED | {"object", "foreign"})
+    assert all(found[thing]["refused"] >= 30 for thing in found.keys() - {"index", "foreign"})
+    assert found["foreign"]["refused"] >= 12
     assert found["index"]["harmless"] == found["index"]["states"] > 100, "it is a cache"
 
 
@@ -75,12 +76,13 @@ def test_another_course_is_a_whole_segment_by_itself(life: Life) -> None:
     assert (scan.last_lsn, scan.end) == (seal.control.last_lsn, end)
     assert scan.chain == other.index.chain != seal.control.chain
     assert (scan.offsets, scan.kinds) == (other.index.offsets, other.index.kinds)
+    assert scan.crcs == other.index.crcs
     assert path.parent == FOLDER
 
 
 def test_every_comparison_is_found() -> None:
-    assert len(SITES) >= 14
-    assert {site.name for site in SITES} > AGAINST_CRASHES
+    assert len(SITES) >= 16
+    assert {site.name for site in SITES} > AGAINST_CRASHES | {"Segment.is_own"}
 
 
 def enumerate_without_chance(life: Life) -> None:

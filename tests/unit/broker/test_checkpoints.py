@@ -445,7 +445,7 @@ def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) ->
                 raise OSError(28, "no space")
             bench.ops.fallocate(fd, size)
 
-    bench.disk._ops = Full()  # type: ignore[assignment]
+    bench.disk._ops = bench.disk._shelf._ops = Full()  # type: ignore[assignment]
 
     def refused() -> bool:
         try:
