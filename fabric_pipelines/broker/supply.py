@@ -165,7 +165,8 @@ class Supply:
             if len(old):  # claimed while in the order, where its old place still is
                 order.remove(old)
             queued[tasks] = True
-            if any(task in self._state.suspects for task in tasks.tolist()):
+            suspects = self._state.suspects
+            if suspects and any(task in suspects for task in tasks.tolist()):
                 order.add_front(tasks)
             else:
                 order.add_ahead(tasks)

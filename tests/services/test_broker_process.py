@@ -299,7 +299,7 @@ def test_a_submission_that_will_never_be_whole_is_abandoned_and_what_came_of_it_
         with pytest.raises(SubmissionConflict, match="nothing of it was taken"):
             client.submit(replace(submission_of(batches[:1], 5), fingerprint="0" * 64), batches[:1])
         assert client.submission(f"{5:064x}") is None
-        with pytest.raises(SubmissionConflict, match="abandon 0{63}4"):
+        with pytest.raises(SubmissionConflict, match=r"abandon 0{63}4"):
             client.submit(wrong, batches)
         left = client.submission(wrong.submission_id)
         assert left is not None

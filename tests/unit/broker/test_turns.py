@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Turns
 from fabric_pipelines.records.batch import Budget
+from tests.support_broker import ENGINE, PROFILE, Bench, submission_of, tasks_of
 from tests.unit.broker.test_packing_and_lanes import lanes_with
 
 BUDGET = Budget(sequences=8, tokens=1 << 20, kv_tokens=None)
@@ -106,6 +107,23 @@ def test_a_tenant_whose_queue_is_empty_after_each_lease_takes_no_turn_of_the_oth
         if now == "hops":
             turns.leave("hops")
     assert abs(served["steady"] - served["hops"]) <= 1
+
+
+def test_what_a_tenants_own_sessions_take_is_not_held_against_it() -> None:
+    """Or whoever brings a card would get nothing of the common ones."""
+    bench = Bench()
+    for mark, tenant in enumerate(("acme", "beta")):
+        batch = tasks_of([10] * 100, seed=mark)
+        bench.submit(submission_of([batch], mark, tenant=tenant), [batch])
+    bench.owner.attach("own", ENGINE, "f", "cpu:0", PROFILE, [], tenant="acme")
+    bench.owner.attach("common", ENGINE, "f", "cpu:0", PROFILE, [])
+    four, seen = Budget(4, 1 << 20, None), []
+    for _ in range(8):
+        assert bench.lease("own", four) is not None
+        lease = bench.lease("common", four)
+        assert lease is not None
+        seen.append(lease.lane.split("/")[0])
+    assert (seen.count("acme"), seen.count("beta")) == (4, 4)
 
 
 def test_idle_tenants_gather_nothing() -> None:
