@@ -41,6 +41,7 @@ from fabric_pipelines.broker.replies import (
     attach_reply,
     broker_status,
     scrub_report,
+    verify_report,
 )
 from fabric_pipelines.broker.transport import (
     Credentials,
@@ -199,7 +200,7 @@ class BrokerClient:
 
     def verify(self) -> VerifyReport:
         """The broker rebuilds its state from the log alone and compares; it serves nobody meanwhile."""
-        return VerifyReport(**self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
+        return verify_report(self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
 
     def scrub(self) -> ScrubReport:
         """Read every sealed segment again and compare it with its CRCs; others are served meanwhile."""

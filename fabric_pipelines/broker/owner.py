@@ -381,7 +381,7 @@ class Owner:
         if self.scrubbing is not None:
             self.scrubbing.whole()
         self.cold_scrubbed([call() for call in self.cold_scrub()] if cold is None else cold)
-        damaged = [frame.sentence for frame in self.scrub_report().damaged]
+        damaged = self.scrub_report().damaged
         return verify(self.core, self.journal, self._checkpoints, base, damaged)
 
     def scrub(self, budget_bytes: int) -> bool:

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Fact, Kind, Uploaded
+from fabric_pipelines.broker.losses import rows_of, spans_of
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.replies import DamagedFrame
-from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing, spans_of
+from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     FULL,
@@ -164,7 +165,8 @@ class Tiering:
             stub, fact = self.journal.cold.stubs.get(epoch), facts.get(epoch)
             if stub is None or (not holding.cold and fact is None):
                 continue
-            if fact is None or (fact.size, fact.crc32c) != (stub.size, stub.crc):
+            mine = stub.size, stub.crc, stub.first_lsn, stub.last_lsn
+            if fact is None or (fact.size, fact.crc32c, fact.first_lsn, fact.last_lsn) != mine:
                 raise CorruptionFound(
                     f"the stub {stub.file_name} does not agree with the UPLOADED fact of epoch {epoch}: restore "
                     "the journal folder from a copy"
@@ -418,8 +420,9 @@ class Tiering:
         """Name the tasks that wait for this segment."""
         tasks = self.tasks_in(segment)
         ids = spans_of(self.core.state.task_ids(tasks))
+        named = "".join(f"; {part}" for part in rows_of(self.core.state, tasks)[:3])
         sentence = (
-            f"{fault}; {len(tasks)} tasks need it ({ids}) and go on within half a minute after that"
+            f"{fault}; {len(tasks)} tasks need it ({ids}{named}) and go on within half a minute after that"
             if len(tasks)
             else f"{fault}; no task needs it"
         )
@@ -444,6 +447,7 @@ class Tiering:
                 live=len(tasks),
                 task_ids=spans_of(self.core.state.task_ids(tasks)),
                 remedy=OF_AN_OBJECT,
+                rows=rows_of(self.core.state, tasks),
             )
         )
 

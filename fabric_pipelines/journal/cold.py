@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError, StoreUnreachable
+from fabric_pipelines.journal.damage import Place
 from fabric_pipelines.journal.files import FileOps, aligned_buffer, read_exactly
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, Control, crc32c
 from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
@@ -200,17 +201,21 @@ class ColdTier:
         store, name = self._require_store(), self.object_name(segment.epoch)
         size, wanted, whole = store.size(name), segment.end, _span(segment)
         if size is None:
-            what = f"is missing: {whole} cannot be read"
-        elif size != wanted:
+            return self._lost(segment, f"is missing: {whole} cannot be read")
+        if size != wanted:
             what = f"has {size} bytes, {wanted} were put: {whole} cannot be relied on"
-        else:
-            begin = segment.offsets[lsn - segment.first_lsn]
-            end = begin + segment.extent(lsn)
-            what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
-        return self._lost(segment, what)
+            return self._lost(segment, what)
+        begin = segment.offsets[lsn - segment.first_lsn]
+        end = begin + segment.extent(lsn)
+        what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
+        return self._lost(segment, what, Place(begin, end, lsn, lsn, 0))
 
-    def _lost(self, segment: Segment, what: str) -> ColdLost:
-        return ColdLost(f"object {self.address(segment.epoch)} of the cold tier {what}; {RESTORE}")
+    def _lost(self, segment: Segment, what: str, place: Place | None = None) -> ColdLost:
+        """`place`: all of the object, if it is not told."""
+        address = self.address(segment.epoch)
+        place = place or Place(0, segment.end, segment.first_lsn, segment.last_lsn, 0)
+        sentence = f"object {address} of the cold tier {what}; {RESTORE}"
+        return ColdLost(sentence, [place.as_json(address)])
 
     def keep(self, frames: Mapping[int, memoryview]) -> None:
         """Fetched frames, for as long as there is room."""

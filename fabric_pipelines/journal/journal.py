@@ -21,6 +21,7 @@ from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import CorruptionFound, HomeGone, StorageFailed, UsageError
 from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
+from fabric_pipelines.journal.damage import Place
 from fabric_pipelines.journal.faults import LOCK, close_all, journal_failed, take_lock
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
@@ -464,9 +465,11 @@ class Journal:
         if found is None or not segment.is_own(lsn, found.header):
             if segment.cold:
                 raise self.cold.lost(segment, lsn)
+            place = Place(offset, offset + segment.extent(lsn), lsn, lsn, 0)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
-                "the file from a copy"
+                "the file from a copy",
+                [place.as_json(segment.path)],
             )
         if not trusted:
             segment.mark_read(lsn)

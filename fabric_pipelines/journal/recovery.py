@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric_pipelines.errors import CorruptionFound
-from fabric_pipelines.journal.damage import next_magic, places, told
+from fabric_pipelines.journal.damage import Place, next_magic, places, told
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
@@ -126,7 +126,7 @@ def recover(
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
     if beyond.durable_lsn > tail.last_lsn:
-        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+        raise _damaged(ops, newest, tail, beyond.durable_lsn, salt)
     if beyond.opens > tail.opens:
         raise CorruptionFound(
             f"segment {newest.path} is damaged at offset {tail.end}: the OPENED frame of start {beyond.opens} was durable "
@@ -396,15 +396,19 @@ def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, in
         )
 
 
-def _damaged(ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int) -> str:
+def _damaged(
+    ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int
+) -> CorruptionFound:
     """What is wrong behind the last whole group, frame by frame; all of it where each frame is whole by itself."""
     window, first = Window(ops, candidate.fd, candidate.size), scan.last_lsn + 1
     how = {"epoch": candidate.epoch, "salt": salt, "first_lsn": first, "last_lsn": last_lsn}
     if found := list(places(window, scan.end, **how)):
         return told(candidate.path, found)
-    return (
+    whole = Place(scan.end, candidate.size, first, last_lsn, 0)
+    return CorruptionFound(
         f"segment {candidate.path} is damaged at offset {scan.end}: LSN {first}..{last_lsn} were acknowledged and "
-        "cannot be read; restore the file from a copy"
+        "cannot be read; restore the file from a copy",
+        [whole.as_json(candidate.path)],
     )
 
 
@@ -427,10 +431,12 @@ def _live(
         if epoch not in candidates or epoch > newest:
             after = min(later for later in candidates if later >= epoch)
             first = live[-1].start.last_lsn + 1 if live else 1
+            gone = Place(0, 0, first, candidates[after].start.last_lsn, 0)
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
-                f"between {first} and {candidates[after].start.last_lsn} cannot be read{_suspects(unreadable)}; restore "
-                "that file from a copy"
+                f"between {first} and {gone.last_lsn} cannot be read{_suspects(unreadable)}; restore "
+                "that file from a copy",
+                [gone.as_json("")],
             )
         live.append(candidates[epoch])
     return live
@@ -450,7 +456,7 @@ def _require_joined(
                 "the file from a copy"
             )
         if scan.last_lsn != following.last_lsn:
-            raise CorruptionFound(_damaged(ops, candidate, scan, following.last_lsn, salt))
+            raise _damaged(ops, candidate, scan, following.last_lsn, salt)
         if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
             raise CorruptionFound(
                 f"segment {candidate.path} lost its SEAL frame at offset {scan.end} (LSN {scan.last_lsn}); "

@@ -455,6 +455,24 @@ def test_a_damaged_journal_is_refused_at_start_with_the_code_of_its_kind(broker:
     ), sentence
 
 
+def test_a_refused_start_names_the_rows_that_the_damage_costs(broker: Broker) -> None:
+    batches = [tasks_of([20 + at] * 10, seed=at) for at in range(3)]
+    header = submission_of(batches)
+    submit(broker, header, batches)
+    broker.end(signal.SIGTERM)
+    (active,) = broker.settings.journal_dir.glob("*.segment")
+    content = bytearray(active.read_bytes())
+    at = content.index(b'"first_row":10')
+    content[at + 600] ^= 1
+    active.write_bytes(content)
+    code, errors = broker.refused()
+    kind, sentence = from_line(errors.splitlines()[-1]) or (None, "")
+    assert (kind, code) == (CorruptionFound, 4)
+    assert f"rows 10-19 of submission {header.submission_id[:12]}" in sentence, sentence
+    assert "10 tasks have their row or outcome there" in sentence
+    assert sentence.endswith("submit these rows again")
+
+
 def raw_upload(broker: Broker, command: bytes, batch: pa.RecordBatch, note: bytes) -> str:
     """What a producer in another language might send; the first answer that is an error."""
     client = flight.FlightClient(broker.settings.broker_endpoint)
