@@ -15,6 +15,8 @@ import dagster as dg
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.workloads.request import WHOLE
 
+PAGE = 1000  # records that Dagster gives at once
+
 
 def submission_key(workload: str) -> dg.AssetKey:
     return dg.AssetKey([workload, "submission"])
@@ -35,6 +37,25 @@ def latest(
     if not found or found[0].asset_materialization is None:
         return None
     return {name: item.value for name, item in found[0].asset_materialization.metadata.items()}
+
+
+def latest_events(
+    instance: dg.DagsterInstance, key: dg.AssetKey, kind: dg.DagsterEventType
+) -> dict[str, dg.AssetMaterialization | dg.AssetObservation]:
+    """The newest materialisation or observation of every partition that has one, in two questions to the event
+    log and one more a PAGE of partitions: a question a partition takes seconds for thousands."""
+    at = sorted(instance.get_latest_storage_id_by_partition(key, kind).values())
+    made = kind is dg.DagsterEventType.ASSET_MATERIALIZATION
+    fetch = instance.fetch_materializations if made else instance.fetch_observations
+    found: dict[str, dg.AssetMaterialization | dg.AssetObservation] = {}
+    for start in range(0, len(at), PAGE):
+        ids = at[start : start + PAGE]
+        for record in fetch(dg.AssetRecordsFilter(key, storage_ids=ids), limit=PAGE).records:
+            event = record.asset_materialization if made else record.asset_observation
+            assert event is not None
+            assert event.partition is not None
+            found[event.partition] = event
+    return found
 
 
 def require_latest(

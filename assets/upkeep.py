@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 
 from assets.automation import IN_FLIGHT
-from assets.lineage import latest
+from assets.lineage import latest_events
 from fabric_pipelines import receipts
 from fabric_pipelines import shards as library
 from fabric_pipelines.dataplane.staleness import Staleness
@@ -32,14 +32,11 @@ WHY = {"none": "it is the published one", "increment": "what moved was laid over
 shard_names = dg.DynamicPartitionsDefinition(name="shards")
 
 
-def observed_version(instance: dg.DagsterInstance, shard: str) -> str | None:
-    """The data version that `source` was last seen with."""
-    found = instance.fetch_observations(
-        dg.AssetRecordsFilter(asset_key=SOURCE_KEY, asset_partitions=[shard]), limit=1
-    ).records
-    if not found or found[0].asset_observation is None:
-        return None
-    return found[0].asset_observation.tags.get(VERSION_TAG)
+def observed_versions(instance: dg.DagsterInstance) -> dict[str, str]:
+    """The data version that `source` was last seen with, by shard."""
+    found = latest_events(instance, SOURCE_KEY, dg.DagsterEventType.ASSET_OBSERVATION)
+    tags = {shard: event.tags or {} for shard, event in found.items()}
+    return {shard: given[VERSION_TAG] for shard, given in tags.items() if VERSION_TAG in given}
 
 
 def changed_versions(
@@ -49,9 +46,9 @@ def changed_versions(
 
     A fresh shard keeps the version that its generation was made from: to change it then would call a
     shard stale because it was brought up to date."""
-    versions = {}
+    versions, known = {}, observed_versions(instance)
     for item in found:
-        seen = observed_version(instance, item.shard)
+        seen = known.get(item.shard)
         wanted = f"{item.generation}-{item.verdict}"
         if seen is None or (item.verdict != "fresh" and seen != wanted):
             versions[item.shard] = dg.DataVersion(wanted)
@@ -129,10 +126,10 @@ def observations(
     ]
 
 
-def unheard(instance: dg.DagsterInstance, item: Staleness) -> bool:
-    """Lineage does not know the published generation: the shard's first, or one that a command published."""
-    known = latest(instance, CURRENT_KEY, item.shard)
-    return known is None or known["generation"] != item.generation
+def heard_generations(instance: dg.DagsterInstance) -> dict[str, object]:
+    """The generation that lineage last heard of, by shard."""
+    found = latest_events(instance, CURRENT_KEY, dg.DagsterEventType.ASSET_MATERIALIZATION)
+    return {shard: event.metadata["generation"].value for shard, event in found.items()}
 
 
 def request(item: Staleness) -> dg.RunRequest:
@@ -204,31 +201,43 @@ def _new(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[str]:
 
 
 def _wanted(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[dg.RunRequest]:
-    due = [item for item in found if item.due or unheard(instance, item)]
-    return [request(item) for item in due if not _held(instance, item)]
+    """Of shards that are due, or whose published generation lineage does not know (the first, or one that a
+    command published)."""
+    heard = heard_generations(instance)
+    due = [item for item in found if item.due or heard.get(item.shard) != item.generation]
+    held = _held(instance, due)
+    return [request(item) for item in due if item.shard not in held]
 
 
-def _held(instance: dg.DagsterInstance, item: Staleness) -> bool:
-    """A run is on it, or the last one on the same state of things failed a short while ago: each failure doubles
-    the wait, so that what cannot be built (an emptied source) does not fill the event log, and what could
+def _held(instance: dg.DagsterInstance, due: Sequence[Staleness]) -> set[str]:
+    """Shards that a run is on, or whose last one on the same state of things failed a short while ago: each failure
+    doubles the wait, so that what cannot be built (an emptied source) does not fill the event log, and what could
     not be built for a while is tried again."""
-    runs = instance.get_run_records(
-        dg.RunsFilter(tags={REFRESH_TAG: item.shard}, statuses=list(IN_FLIGHT)), limit=1
+    if not due:
+        return set()
+    heads = {item.shard: _head(item) for item in due}
+    running = instance.get_run_records(
+        dg.RunsFilter(tags={REFRESH_TAG: list(heads)}, statuses=list(IN_FLIGHT))
     )
-    if runs:
-        return True
+    held = {record.dagster_run.tags[REFRESH_TAG] for record in running}
     failed = instance.get_run_records(
         dg.RunsFilter(
-            tags={REFRESH_TAG: item.shard, HEAD_TAG: _head(item)},
+            tags={REFRESH_TAG: list(heads), HEAD_TAG: sorted(set(heads.values()))},
             statuses=[dg.DagsterRunStatus.FAILURE],
         ),
-        limit=FAILURES_COUNTED,
+        # newest first; who failed seven times fails once an hour, so the recent ones of all fit
+        limit=FAILURES_COUNTED * len(heads),
     )
-    if not failed:
-        return False
-    wait_s: float = FIRST_WAIT_S * 2 ** (len(failed) - 1)
-    failed_s: float = failed[0].update_timestamp.timestamp()
-    return now_s() - failed_s < wait_s
+    failed_s: dict[str, list[float]] = {}
+    for record in failed:
+        shard = record.dagster_run.tags[REFRESH_TAG]
+        if record.dagster_run.tags[HEAD_TAG] == heads[shard]:
+            failed_s.setdefault(shard, []).append(record.update_timestamp.timestamp())
+    now = now_s()
+    for shard, times in failed_s.items():
+        if now - times[0] < FIRST_WAIT_S * 2 ** (min(len(times), FAILURES_COUNTED) - 1):
+            held.add(shard)
+    return held
 
 
 def _head(item: Staleness) -> str:

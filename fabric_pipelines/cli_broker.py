@@ -14,6 +14,7 @@ from fabric_pipelines.errors import UsageError
 from fabric_pipelines.screen import plain
 
 if TYPE_CHECKING:
+    from fabric_pipelines.broker.replies import DamagedFrame
     from fabric_pipelines.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="The broker and its journal.")
@@ -74,6 +75,20 @@ def broker_drain(
     with BrokerClient.of(settings, role="admin") as client, ProgressBoard(sys.stderr) as board:
         report = draining.drain(client, undo=undo, wait=time.sleep if wait else None, board=board)
     emit(plain(report), as_json)
+
+
+@app.command("abandon")
+def broker_abandon(
+    ctx: typer.Context,
+    submission_id: Annotated[str, typer.Argument(help="Its id, all 64 digits.")],
+    as_json: Json = False,
+) -> None:
+    """End a submission that will never be whole: what came of it runs, nothing more is taken, its id is used up."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient.of(settings_of(ctx), role="admin") as client:
+        found = client.abandon(submission_id)
+    emit(plain(found), as_json)
 
 
 @dead_app.command("list")
@@ -139,7 +154,7 @@ def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
 
     with BrokerClient.of(settings_of(ctx), role="admin", timeout_s=600) as client:
         report = client.verify()
-    emit(plain(report), as_json)
+    emit({**plain(report), "damaged": _shown(report.damaged)}, as_json)
     require(
         report.ok,
         f"{_first_of(report.differences)}: keep the journal folder and do what they say",
@@ -154,9 +169,12 @@ def broker_scrub(ctx: typer.Context, as_json: Json = False) -> None:
 
     with BrokerClient.of(settings_of(ctx), role="admin", timeout_s=600) as client:
         report = client.scrub()
-    damaged = [{**plain(frame), "sentence": frame.sentence} for frame in report.damaged]
-    emit({**plain(report), "damaged": damaged}, as_json)
+    emit({**plain(report), "damaged": _shown(report.damaged)}, as_json)
     require(report.ok, _first_of([frame.sentence for frame in report.damaged]))
+
+
+def _shown(damaged: list[DamagedFrame]) -> list[dict[str, Any]]:
+    return [{**plain(frame), "sentence": frame.sentence} for frame in damaged]
 
 
 def _first_of(sentences: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fabric_pipelines.errors import CheckFailed, FabricError, TransientError
+from fabric_pipelines.errors import CheckFailed, CorruptionFound, FabricError, TransientError
 from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import plain
 
@@ -70,6 +70,8 @@ def error_of(fault: FabricError) -> dict[str, Any]:
         "transient": isinstance(fault, TransientError),
         "exit_code": fault.exit_code,
     }
+    if isinstance(fault, CorruptionFound) and fault.places:
+        said["places"] = [dict(place) for place in fault.places]
     if fault.submission_id:
         names = ("submission_id", "accepted_tasks", "submission_tasks")
         said |= {name: getattr(fault, name) for name in names}

@@ -45,6 +45,8 @@ in one sentence. `exit_code` is the contract of `fabric` for scripts (docs/opera
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -220,9 +222,15 @@ class StorageFailed(TerminalError):
 
 
 class CorruptionFound(TerminalError):
-    """Exits as a fail-closed refusal does: another start changes nothing."""
+    """Exits as a fail-closed refusal does: another start changes nothing. `places`: where, as values of JSON: `segment`,
+    `offset`, `end`, `lsn`, `last_lsn` each and, once a broker had a look, `tasks`, `live`, `task_ids`, `rows` (of their
+    submissions, the first few) and `remedy`. Empty where no place is known."""
 
     exit_code = 4
+
+    def __init__(self, message: str, places: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
 
 
 class ColdLost(CorruptionFound):

@@ -30,6 +30,7 @@ from fabric_pipelines.broker.core import Limits
 from fabric_pipelines.broker.desk import Desk, reason_of
 from fabric_pipelines.broker.exporter import Door, export
 from fabric_pipelines.broker.home import Home
+from fabric_pipelines.broker.losses import told_at_start
 from fabric_pipelines.broker.owner import Fatal, Owner
 from fabric_pipelines.broker.server import BrokerServer
 from fabric_pipelines.broker.tiering import Water
@@ -47,6 +48,7 @@ from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.dataplane.cold_store import cold_store
 from fabric_pipelines.errors import (
     AlreadyRunning,
+    CorruptionFound,
     FabricError,
     SettingsError,
     StorageFailed,
@@ -68,7 +70,11 @@ def main() -> int:
 def run(settings: Settings | None = None) -> int:
     """Exit code of a broker with these settings, or those of the environment."""
     try:
-        return serve(settings_module.load() if settings is None else settings)
+        found = settings_module.load() if settings is None else settings
+        try:
+            return serve(found)
+        except CorruptionFound as fault:
+            raise told_at_start(fault, found.journal_dir, OsFileOps()) from fault
     except (FabricError, Fatal, OSError) as fault:
         reason = reason_of(fault)
         _say(reason)

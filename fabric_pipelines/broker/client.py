@@ -41,6 +41,7 @@ from fabric_pipelines.broker.replies import (
     attach_reply,
     broker_status,
     scrub_report,
+    verify_report,
 )
 from fabric_pipelines.broker.transport import (
     Credentials,
@@ -199,7 +200,7 @@ class BrokerClient:
 
     def verify(self) -> VerifyReport:
         """The broker rebuilds its state from the log alone and compares; it serves nobody meanwhile."""
-        return VerifyReport(**self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
+        return verify_report(self._call("verify", {}, timeout_s=SLOW_CALL_S)[0])
 
     def scrub(self) -> ScrubReport:
         """Read every sealed segment again and compare it with its CRCs; others are served meanwhile."""
@@ -320,6 +321,11 @@ class BrokerClient:
         for _ in range(outstanding):
             state = self._require_answer(reader)
         return state
+
+    def abandon(self, submission_id: str) -> SubmissionState:
+        """End a submission with what came of it, which runs; its id is used up. Durable on return. UsageError if the
+        broker does not know it, or it is whole and closed."""
+        return SubmissionState(**self._call("abandon", {"submission_id": submission_id})[0])
 
     def submission(
         self, submission_id: str, *, patience: Patience | None = None

@@ -24,8 +24,10 @@ from fabric_pipelines.broker.facts import (
     decode,
 )
 from fabric_pipelines.broker.gather import TaskMemory, gathered
+from fabric_pipelines.broker.losses import told
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.broker.supply import Grant
+from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc, whole
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA, PULLED_SCHEMA, clip_error_text
@@ -38,6 +40,8 @@ VIEW_BYTES = 8192  # of Python and Arrow objects around a mapped batch
 
 
 class FrameReader(Protocol):
+    @property
+    def first_lsn(self) -> int: ...
     def view(self, lsn: int) -> tuple[Frame, bool]: ...
 
 
@@ -212,7 +216,10 @@ class Payloads:
         if found is not None:
             self._cache.move_to_end(lsn)
             return found[0]
-        frame, mapped = self._journal.view(lsn)
+        try:
+            frame, mapped = self._journal.view(lsn)
+        except CorruptionFound as fault:
+            raise told(fault, self._state, self._journal.first_lsn, lsn) from fault
         fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
         assert isinstance(fact, WITH_ROWS), f"LSN {lsn} holds no batch"
         batch = read_ipc(whole(fact.ipc))

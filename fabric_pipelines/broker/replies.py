@@ -26,7 +26,8 @@ class BrokerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionState:
-    """Tasks by state, then tokens. `first_task_id` is None until a task was enqueued."""
+    """Tasks by state, then tokens. `first_task_id` is None until a task was enqueued. `abandoned`: it was given up
+    with the tasks it had, `enqueued` of them, which run."""
 
     submission_id: str
     function: str
@@ -46,10 +47,11 @@ class SubmissionState:
     output_tokens: int
     first_task_id: int | None
     batches: int
+    abandoned: bool = False
 
     @property
     def finished(self) -> bool:
-        return self.closed and self.tasks == self.retired + self.dead
+        return self.closed and self.enqueued == self.retired + self.dead
 
 
 def unopened(header: Submission) -> SubmissionState:
@@ -151,18 +153,24 @@ class BrokerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
-    ok: bool
-    tasks: int
-    frames: int
-    differences: list[str] = field(default_factory=list)
+class LostRows:
+    """Rows of one submission: how many, and which, as spans. `function` is empty where only the log was left to ask."""
+
+    submission_id: str
+    function: str
+    count: int
+    rows: str
+
+    def __str__(self) -> str:
+        return f"rows {self.rows} of submission {self.submission_id[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedFrame:
     """Bytes `offset`..`end` of `segment` (the path of a file, the address of an object) are not what was written: what
     is wrong with them, in words, and the LSNs `lsn`..`last_lsn` that this is about. tasks: how many have their row or
-    outcome there; live: how many of them still need it; task_ids: which, as spans. remedy: what to do."""
+    outcome there; live: how many of them still need it; task_ids: which, as spans; rows: the same as rows of their
+    submissions, of the first few. remedy: what to do."""
 
     segment: str
     offset: int
@@ -174,12 +182,26 @@ class DamagedFrame:
     live: int
     task_ids: str
     remedy: str
+    rows: list[LostRows] = field(default_factory=list)
 
     @property
     def sentence(self) -> str:
         lsns = f"LSN {self.lsn}" + (f"..{self.last_lsn}" if self.last_lsn > self.lsn else "")
-        tasks = f"{self.live} tasks need it ({self.task_ids})" if self.live else "no task needs it"
+        named = "".join(f"; {part}" for part in self.rows[:3])
+        tasks = f"{self.live} tasks need it ({self.task_ids}{named})"
+        tasks = tasks if self.live else "no task needs it"
         return f"{self.segment} {self.what}: bytes {self.offset}..{self.end}, {lsns}, {tasks}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """differences: a sentence each; damaged: those of them that are about bytes of the log, as `ScrubReport` has them."""
+
+    ok: bool
+    tasks: int
+    frames: int
+    differences: list[str] = field(default_factory=list)
+    damaged: list[DamagedFrame] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +216,18 @@ class ScrubReport:
 
 
 def scrub_report(head: Mapping[str, Any]) -> ScrubReport:
-    damaged = [DamagedFrame(**frame) for frame in head["damaged"]]
-    return ScrubReport(**{**head, "damaged": damaged})
+    return ScrubReport(**{**head, "damaged": _damaged(head)})
+
+
+def verify_report(head: Mapping[str, Any]) -> VerifyReport:
+    return VerifyReport(**{**head, "damaged": _damaged(head)})
+
+
+def _damaged(head: Mapping[str, Any]) -> list[DamagedFrame]:
+    return [
+        DamagedFrame(**{**frame, "rows": [LostRows(**part) for part in frame.get("rows", ())]})
+        for frame in head.get("damaged", ())
+    ]
 
 
 def as_json(reply: Any) -> dict[str, Any]:

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
-from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.broker.losses import WITHOUT_A_COPY, rows_of, spans_of, tasks_at
 from fabric_pipelines.broker.replies import DamagedFrame, ScrubReport
-from fabric_pipelines.broker.space import Sequences
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.journal import Damage, Journal, ScrubSlice
 from fabric_pipelines.journal.frame import COMMIT, DURABLE, OPENED, SEAL, SEGMENT
 
 SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
-SPANS_MAX = 16
 COUNTERS = ("scrubbed_bytes", "scrubbed_frames", "scrub_rounds", "frames_repaired")
-IN_PLACE = "restore that file from a copy and restart the broker"
-OF_AN_OBJECT = "restore that object from a copy; it is looked at again within half a minute"
+IN_PLACE = f"restore that file from a copy and restart the broker; {WITHOUT_A_COPY}"
+OF_AN_OBJECT = (
+    "restore that object from a copy; it is looked at again within half a minute; without a copy submit these rows "
+    "again under another salt"
+)
 CONTROL_NAMES = {
     SEGMENT: "SEGMENT",
     COMMIT: "COMMIT",
@@ -122,8 +121,9 @@ class Scrubbing:
 
     def _name(self, damage: Damage, *, cold: bool) -> None:
         """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
-        tasks, live = self._tasks_at(damage.lsn)
-        ids = spans_of(self._core.state.task_ids(tasks))
+        state = self._core.state
+        tasks, live = tasks_at(state, self._journal.first_lsn, damage.lsn)
+        ids = spans_of(state.task_ids(tasks))
         self.damaged[damage.lsn] = frame = DamagedFrame(
             segment=damage.segment,
             offset=damage.offset,
@@ -135,29 +135,16 @@ class Scrubbing:
             live=live,
             task_ids=ids,
             remedy=OF_AN_OBJECT if cold else IN_PLACE,
+            rows=rows_of(state, tasks),
         )
         if live and not cold and damage.lsn not in self._stopped_by:
+            named = "".join(f"; {part}" for part in frame.rows[:3])
             fault = (
                 f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
-                f"{ids} cannot be read; leasing has stopped, {IN_PLACE}"
+                f"{ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
             )
             self._stopped_by[damage.lsn] = fault
             self._core.fault = self._core.fault or fault
-
-    def _tasks_at(self, lsn: int) -> tuple[Sequences, int]:
-        """The tasks whose row or outcome lies in that frame, and how many of them still need it."""
-        state, index = self._core.state, self._core.state.index
-        need = space.needed(state, self._journal.first_lsn, pin_dead=False)
-        moved = index.moved.get(lsn)
-        if moved is not None:
-            return moved, int(need.tasks[moved].sum())
-        batches = np.flatnonzero(index.frames.view == lsn)
-        if len(batches):
-            rows = np.concatenate([index.rows_of(int(batch)) for batch in batches])
-            return rows, int(need.tasks[rows].sum())
-        reports = np.flatnonzero(index.done_frames.view == lsn)
-        rows = np.flatnonzero(np.isin(index.done[: index.count], reports))
-        return rows, int(np.isin(rows, need.outcomes).sum())
 
 
 def _frame_of(kind: int) -> str:
@@ -165,14 +152,3 @@ def _frame_of(kind: int) -> str:
     if kind in Kind._value2member_map_:
         return f"{Kind(kind).name} frame"
     return f"{CONTROL_NAMES[kind]} frame" if kind in CONTROL_NAMES else "control frame"
-
-
-def spans_of(numbers: Sequences) -> str:
-    """Ascending numbers as "3, 5-9"; a long list ends with how many spans more there are."""
-    if not len(numbers):
-        return "none"
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    parts = np.split(numbers, breaks)
-    shown = [f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts[:SPANS_MAX]]
-    more = len(parts) - len(shown)
-    return ", ".join(shown) + (f" and {more} spans more" if more else "")

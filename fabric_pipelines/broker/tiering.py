@@ -21,9 +21,10 @@ import numpy.typing as npt
 from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Fact, Kind, Uploaded
+from fabric_pipelines.broker.losses import rows_of, spans_of
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.replies import DamagedFrame
-from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing, spans_of
+from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     FULL,
@@ -164,7 +165,8 @@ class Tiering:
             stub, fact = self.journal.cold.stubs.get(epoch), facts.get(epoch)
             if stub is None or (not holding.cold and fact is None):
                 continue
-            if fact is None or (fact.size, fact.crc32c) != (stub.size, stub.crc):
+            mine = stub.size, stub.crc, stub.first_lsn, stub.last_lsn
+            if fact is None or (fact.size, fact.crc32c, fact.first_lsn, fact.last_lsn) != mine:
                 raise CorruptionFound(
                     f"the stub {stub.file_name} does not agree with the UPLOADED fact of epoch {epoch}: restore "
                     "the journal folder from a copy"
@@ -314,24 +316,42 @@ class Tiering:
 
     def near(self, tasks: Sequences) -> int:
         """How many of these tasks, from the first on, have rows that can be read now. The others are asked for."""
-        firsts, lasts = self._ranges
-        if not len(firsts) or not len(tasks):
-            return len(tasks)
-        lsns, _ = self.core.state.index.locate(tasks)
-        at = np.searchsorted(firsts, lsns, side="right") - 1
-        cold = (at >= 0) & (lsns <= lasts[np.maximum(at, 0)])
-        if not cold.any():
-            return len(tasks)
-        distinct, first_at = np.unique(lsns[cold], return_index=True)
-        away = [
-            lsn
-            for lsn in distinct[np.argsort(first_at)].tolist()
-            if not (self.journal.cold.holds(lsn) or self.payloads.holds(lsn))
-        ]
+        lsns, away = self._away(tasks)
         if not away:
             return len(tasks)
         self._wanted.update(dict.fromkeys(away))
         return int(np.argmax(np.isin(lsns, away)))
+
+    def out_of_reach(self, tasks: Sequences) -> npt.NDArray[np.bool_] | None:
+        """Which of these tasks have rows that nobody can fetch now, because the store failed last time or their object
+        is lost; bool [n], None if there are none. Nothing is asked for."""
+        if not (self.lost or self._back.fault):
+            return None
+        lsns, away = self._away(tasks)
+        gone = np.isin(lsns, away)
+        if not self._back.fault:
+            lost = [h for h in self.journal.holdings if h.epoch in self.lost]
+            gone &= np.logical_or.reduce(
+                [(lsns >= h.first_lsn) & (lsns <= h.last_lsn) for h in lost]
+            )
+        return gone if gone.any() else None
+
+    def _away(self, tasks: Sequences) -> tuple[Sequences, list[int]]:
+        """(LSN of each task's row, those of them that are cold and were not fetched, in the order of need)."""
+        firsts, lasts = self._ranges
+        if not len(firsts) or not len(tasks):
+            return space.NOTHING, []
+        lsns, _ = self.core.state.index.locate(tasks)
+        at = np.searchsorted(firsts, lsns, side="right") - 1
+        cold = (at >= 0) & (lsns <= lasts[np.maximum(at, 0)])
+        if not cold.any():
+            return lsns, []
+        distinct, first_at = np.unique(lsns[cold], return_index=True)
+        return lsns, [
+            lsn
+            for lsn in distinct[np.argsort(first_at)].tolist()
+            if not (self.journal.cold.holds(lsn) or self.payloads.holds(lsn))
+        ]
 
     def why(self, tasks_wait: bool = True) -> NotFetched:
         """What to say to somebody who finds only lanes that wait."""
@@ -400,8 +420,9 @@ class Tiering:
         """Name the tasks that wait for this segment."""
         tasks = self.tasks_in(segment)
         ids = spans_of(self.core.state.task_ids(tasks))
+        named = "".join(f"; {part}" for part in rows_of(self.core.state, tasks)[:3])
         sentence = (
-            f"{fault}; {len(tasks)} tasks need it ({ids}) and go on within half a minute after that"
+            f"{fault}; {len(tasks)} tasks need it ({ids}{named}) and go on within half a minute after that"
             if len(tasks)
             else f"{fault}; no task needs it"
         )
@@ -426,6 +447,7 @@ class Tiering:
                 live=len(tasks),
                 task_ids=spans_of(self.core.state.task_ids(tasks)),
                 remedy=OF_AN_OBJECT,
+                rows=rows_of(self.core.state, tasks),
             )
         )
 

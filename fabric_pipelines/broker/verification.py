@@ -13,7 +13,7 @@ from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Dropped
 from fabric_pipelines.broker.recovery import Log, rebuild_from_log
-from fabric_pipelines.broker.replies import VerifyReport
+from fabric_pipelines.broker.replies import DamagedFrame, VerifyReport
 from fabric_pipelines.errors import ColdLost, CorruptionFound
 
 
@@ -22,18 +22,18 @@ def verify(
     journal: Log,
     checkpoints: Checkpoints | None,
     base: Dropped | None,
-    damaged: Sequence[str],
+    damaged: Sequence[DamagedFrame],
 ) -> VerifyReport:
-    """`damaged`: a sentence for each place in the log that is known not to be what was written; with one of them
-    the answer is no, whatever the rest says."""
-    state = core.state
+    """`damaged`: each place in the log that is known not to be what was written; with one of them the answer is no,
+    whatever the rest says."""
+    state, sentences = core.state, [frame.sentence for frame in damaged]
     try:
         twin = rebuild_from_log(journal, checkpoints, base)
     except CorruptionFound as fault:
         if not damaged and not isinstance(fault, ColdLost):
             raise
-        found = list(damaged) or [str(fault)]
-        return VerifyReport(False, state.index.count, state.frames, found)
+        found = sentences or [str(fault)]
+        return VerifyReport(False, state.index.count, state.frames, found, list(damaged))
     if isinstance(twin, str):
         differences = [twin]
     else:
@@ -47,5 +47,5 @@ def verify(
             f"verify found {len(differences)} differences, first: {differences[0]}; leasing has "
             "stopped, keep the journal folder"
         )
-    differences = [*damaged, *differences]
-    return VerifyReport(not differences, state.index.count, state.frames, differences)
+    found = [*sentences, *differences]
+    return VerifyReport(not found, state.index.count, state.frames, found, list(damaged))

@@ -21,8 +21,8 @@ from fabric_pipelines.broker.transport import Credentials
 from fabric_pipelines.errors import (
     Backpressure,
     BrokerUnavailable,
+    CorruptionFound,
     FabricError,
-    ManifestRefused,
     by_code,
 )
 
@@ -41,6 +41,8 @@ def error_head(fault: FabricError) -> dict[str, Any]:
     head: dict[str, Any] = {"error": fault.code, "message": str(fault)}
     if isinstance(fault, Backpressure):
         head["retry_after_s"] = fault.retry_after_s
+    if isinstance(fault, CorruptionFound) and fault.places:
+        head["places"] = [dict(place) for place in fault.places]
     return head
 
 
@@ -52,8 +54,8 @@ def raise_error(head: Mapping[str, Any]) -> None:
     cls, text = by_code(code), str(head.get("message", ""))
     if issubclass(cls, Backpressure):
         raise cls(text, float(head.get("retry_after_s", 1.0)))
-    if issubclass(cls, ManifestRefused):
-        raise cls(text)
+    if issubclass(cls, CorruptionFound):
+        raise cls(text, head.get("places", ()))
     raise cls(text)
 
 

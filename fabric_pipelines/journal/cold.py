@@ -1,17 +1,20 @@
 """The cold tier of a journal: sealed segments that went to an object store, and their frames that came back.
 
 A copy is put, read back whole and compared by size and CRC32C before anybody is told of it; a frame that comes
-back is compared with its own CRCs, epoch and LSN before it is believed. What is fetched is kept in memory up to
+back is compared with its own CRCs, epoch and LSN and with the CRC that the stub has of it before it is believed. What
+an old stub does not know of its frames is taken from the object at the first use, all of which must be what was put. What is fetched is kept in memory up to
 FETCHED_BYTES, newest use last. Decides nothing: which segments go, and when a local file may, is the owner's business.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError, StoreUnreachable
+from fabric_pipelines.journal.damage import Place
 from fabric_pipelines.journal.files import FileOps, aligned_buffer, read_exactly
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, Control, crc32c
 from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
@@ -91,6 +94,7 @@ class ColdTier:
             where=self._require_store().where,
             offsets=segment.offsets,
             kinds=segment.kinds,
+            crcs=segment.crcs,
         )
 
     def _control(self, window: Window, segment: Segment, offset: int) -> Control:
@@ -137,7 +141,8 @@ class ColdTier:
         return lsn in self._fetched
 
     def fetch(self, segment: Segment, lsns: Sequence[int]) -> dict[int, memoryview]:
-        """The frames, each whole. ColdLost if one is missing or not what was written."""
+        """The frames, each as it was written. ColdLost if one is missing or something else."""
+        self._require_known(segment)
         found: dict[int, memoryview] = {}
         for first, last in _close_runs(segment, sorted(lsns)):
             begin = segment.offsets[first - segment.first_lsn]
@@ -160,25 +165,57 @@ class ColdTier:
 
     def _require_frame(self, segment: Segment, lsn: int, part: memoryview) -> None:
         found = frame_at(_Part(part, 0), 0, epoch=segment.epoch, salt=self._salt)
-        if found is None or found.header.lsn != lsn:
+        if found is None or not segment.is_own(lsn, found.header):
             raise self.lost(segment, lsn)
+
+    def _require_known(self, segment: Segment) -> None:
+        """Its stub is of a time when those said nothing of single frames: one whole read of the object, compared with
+        the CRC of all of it, says the rest for as long as the journal is open."""
+        if segment.knows_frames:
+            return
+        window, crcs = _StoreWindow(self, segment, STEP_BYTES), array("I")
+        window.at(
+            0, CONTROL_FRAME_BYTES
+        )  # from the first byte on, so that the CRC of all comes along
+        for at, offset in enumerate(segment.offsets):
+            found = frame_at(window, offset, epoch=segment.epoch, salt=self._salt)
+            if found is None or found.header.lsn != segment.first_lsn + at:
+                raise self._foreign(segment)
+            crcs.append(found.header.crc)
+        self._require_put(segment, window)
+        segment.crcs = crcs
+
+    def _require_put(self, segment: Segment, window: _StoreWindow) -> None:
+        stub = self.stubs.get(segment.epoch)
+        if stub is None:  # dropped meanwhile, and removed: the object went before its stub did
+            raise self.lost(segment, segment.first_lsn)
+        if window.crc_of_all() != stub.crc:
+            raise self._foreign(segment)
+
+    def _foreign(self, segment: Segment) -> ColdLost:
+        self._require_size(segment)
+        return self._lost(segment, f"is not what was put: {_span(segment)} cannot be relied on")
 
     def lost(self, segment: Segment, lsn: int) -> ColdLost:
         """What to say of a frame that cannot be had, looking once whether the object is there at all."""
         store, name = self._require_store(), self.object_name(segment.epoch)
         size, wanted, whole = store.size(name), segment.end, _span(segment)
         if size is None:
-            what = f"is missing: {whole} cannot be read"
-        elif size != wanted:
+            return self._lost(segment, f"is missing: {whole} cannot be read")
+        if size != wanted:
             what = f"has {size} bytes, {wanted} were put: {whole} cannot be relied on"
-        else:
-            begin = segment.offsets[lsn - segment.first_lsn]
-            end = begin + segment.extent(lsn)
-            what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
-        return self._lost(segment, what)
+            return self._lost(segment, what)
+        begin = segment.offsets[lsn - segment.first_lsn]
+        end = begin + segment.extent(lsn)
+        what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
+        return self._lost(segment, what, Place(begin, end, lsn, lsn, 0))
 
-    def _lost(self, segment: Segment, what: str) -> ColdLost:
-        return ColdLost(f"object {self.address(segment.epoch)} of the cold tier {what}; {RESTORE}")
+    def _lost(self, segment: Segment, what: str, place: Place | None = None) -> ColdLost:
+        """`place`: all of the object, if it is not told."""
+        address = self.address(segment.epoch)
+        place = place or Place(0, segment.end, segment.first_lsn, segment.last_lsn, 0)
+        sentence = f"object {address} of the cold tier {what}; {RESTORE}"
+        return ColdLost(sentence, [place.as_json(address)])
 
     def keep(self, frames: Mapping[int, memoryview]) -> None:
         """Fetched frames, for as long as there is room."""
@@ -203,19 +240,19 @@ class ColdTier:
 
     def stream(self, segment: Segment) -> Window:
         """To read the whole segment through; nothing of it is kept."""
+        self._require_known(segment)
         return _StoreWindow(self, segment, STEP_BYTES)
 
     def scrub(self, segment: Segment) -> ScrubSlice:
         """Every frame of the object compared with its CRCs, and all of it with the CRC that its stub kept: ColdLost if it
-        is missing, of another size, or whole in itself but not what was put."""
-        stub = self.stubs.get(segment.epoch)
-        if stub is None:  # dropped meanwhile, and removed: the object went before its stub did
-            raise self.lost(segment, segment.first_lsn)
+        is missing, of another size, or nothing of what was put."""
         self._require_size(segment)
         window = _StoreWindow(self, segment, STEP_BYTES)
         found = self._scrub(segment, window, 0, segment.end)
-        if not found.damaged and window.crc_of_all() != stub.crc:
-            raise self._lost(segment, f"is not what was put: {_span(segment)} cannot be relied on")
+        if len(found.damaged) == found.frames > 1:
+            raise self._foreign(segment)
+        if not found.damaged:
+            self._require_put(segment, window)
         return found
 
     def look_again(self, segment: Segment, lsns: Sequence[int]) -> list[ScrubSlice]:

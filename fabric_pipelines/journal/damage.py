@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
     COMMIT,
@@ -45,6 +47,16 @@ class Place:
     last_lsn: int
     kind: int
 
+    def as_json(self, segment: object) -> dict[str, Any]:
+        """As `CorruptionFound.places` has them; the last LSN is below the first where no data frame lies."""
+        return {
+            "segment": str(segment),
+            "offset": self.offset,
+            "end": self.end,
+            "lsn": self.first_lsn,
+            "last_lsn": self.last_lsn,
+        }
+
     def __str__(self) -> str:
         if self.last_lsn < self.first_lsn:
             name = CONTROL_NAMES.get(self.kind, "control")
@@ -77,12 +89,13 @@ def places(
         lsn, offset = after, end
 
 
-def told(path: object, found: list[Place]) -> str:
+def told(path: object, found: list[Place]) -> CorruptionFound:
     """One sentence about places that were durable."""
     more = f" and {len(found) - 1} places more" if len(found) > 1 else ""
-    return (
+    return CorruptionFound(
         f"segment {path} is damaged at offset {found[0].offset}: {found[0]}{more} were acknowledged and cannot be "
-        "read; restore the file from a copy"
+        "read; restore the file from a copy",
+        [place.as_json(path) for place in found],
     )
 
 

@@ -2,7 +2,8 @@
 
 A cache, written once at the seal and never fsynced: one that is absent, torn, of an earlier use of the segment
 file or not in agreement with the SEAL frame is ignored, and the segment is read as if it had none. It says
-where frames are, never what they hold: each is still compared with its own CRCs before it is believed.
+where frames are and which CRC each header ends in, never what they hold: each is still compared with its own CRCs
+before it is believed, and with this one, since another whole frame may lie there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from fabric_pipelines.journal.segment import Segment
 
 SUFFIX = ".index"
 MAGIC = b"FPI\x01"
+VERSION = 2  # 1 had no CRCs of frames; such a file is none
 HEADER = struct.Struct("<4sIQQQQI16s")
-BYTES_A_FRAME = 10
+BYTES_A_FRAME = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Index:
     chain: int
     offsets: array[int]
     kinds: array[int]
+    crcs: array[int]
 
     @property
     def last_lsn(self) -> int:
@@ -42,7 +45,13 @@ class Index:
 def index_of(segment: Segment, chain: int) -> Index:
     """Of a segment that is sealed with this chain."""
     return Index(
-        segment.epoch, segment.first_lsn, segment.end, chain, segment.offsets, segment.kinds
+        segment.epoch,
+        segment.first_lsn,
+        segment.end,
+        chain,
+        segment.offsets,
+        segment.kinds,
+        segment.crcs,
     )
 
 
@@ -60,7 +69,7 @@ def _write(ops: FileOps, segment: Path, index: Index, journal_id: bytes) -> None
     path = segment.with_suffix(SUFFIX)
     head = HEADER.pack(
         MAGIC,
-        1,
+        VERSION,
         index.epoch,
         index.first_lsn,
         len(index.offsets),
@@ -68,7 +77,7 @@ def _write(ops: FileOps, segment: Path, index: Index, journal_id: bytes) -> None
         index.chain,
         journal_id,
     )
-    body = head + index.offsets.tobytes() + index.kinds.tobytes()
+    body = head + index.offsets.tobytes() + index.kinds.tobytes() + index.crcs.tobytes()
     fd = ops.open(path, create=path.name not in ops.names(path.parent))
     try:
         write_all(ops, fd, [body + crc32c(body).to_bytes(4, "little")], 0)
@@ -91,11 +100,18 @@ def read_index(ops: FileOps, segment: Path, journal_id: bytes) -> Index | None:
         return None
     magic, version, epoch, first_lsn, count, end, chain, owner = HEADER.unpack_from(raw)
     body = HEADER.size + count * BYTES_A_FRAME
-    if (magic, version, owner) != (MAGIC, 1, journal_id) or body + 4 > len(raw):
+    if (magic, version, owner) != (MAGIC, VERSION, journal_id) or body + 4 > len(raw):
         return None
     if crc32c(raw[:body]).to_bytes(4, "little") != bytes(raw[body : body + 4]):
         return None
-    offsets, kinds = array("Q"), array("H")
-    offsets.frombytes(raw[HEADER.size : HEADER.size + 8 * count])
-    kinds.frombytes(raw[HEADER.size + 8 * count : body])
-    return Index(epoch, first_lsn, end, chain, offsets, kinds)
+    offsets, kinds, crcs = columns_of(raw[HEADER.size : body], count)
+    return Index(epoch, first_lsn, end, chain, offsets, kinds, crcs)
+
+
+def columns_of(raw: memoryview, count: int) -> tuple[array[int], array[int], array[int]]:
+    """Offsets, kinds and CRCs of `count` frames, one column after the other; the last may be absent."""
+    offsets, kinds, crcs = array("Q"), array("H"), array("I")
+    offsets.frombytes(raw[: 8 * count])
+    kinds.frombytes(raw[8 * count : 10 * count])
+    crcs.frombytes(raw[10 * count :])
+    return offsets, kinds, crcs

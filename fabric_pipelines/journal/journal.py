@@ -12,7 +12,6 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,8 @@ from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import CorruptionFound, HomeGone, StorageFailed, UsageError
 from fabric_pipelines.journal.cold import ColdTier
 from fabric_pipelines.journal.creation import create
-from fabric_pipelines.journal.faults import FULL, LOCK, close_all, journal_failed, take_lock
+from fabric_pipelines.journal.damage import Place
+from fabric_pipelines.journal.faults import LOCK, close_all, journal_failed, take_lock
 from fabric_pipelines.journal.files import FileOps, OsFileOps, write_all
 from fabric_pipelines.journal.frame import (
     COMMIT,
@@ -52,26 +52,18 @@ from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
-    SUFFIX,
     Holding,
     Segment,
     Source,
     frame_at,
 )
+from fabric_pipelines.journal.shelf import Shelf
 from fabric_pipelines.journal.store import ObjectStore
 from fabric_pipelines.journal.stub import Stub
 from fabric_pipelines.journal.watch import loss_of
 
 FREE_KEPT = 2  # files kept for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
-
-
-@dataclass(frozen=True, slots=True)
-class _Spare:
-    """A segment file that is allocated, fsynced and in a fsynced folder, ready for first use."""
-
-    path: Path
-    fd: int
 
 
 class Journal:
@@ -100,8 +92,7 @@ class Journal:
         self._clock, self._ops = clock, ops
         self._fds = fds
         self._segments = recovered.segments
-        self._free = recovered.free
-        self._spare: _Spare | None = None
+        self._shelf = Shelf(ops, folder, segment_bytes, fds, recovered.free)
         self._chain = recovered.chain
         self._low_epoch = recovered.low_epoch
         report = recovered.report
@@ -115,7 +106,6 @@ class Journal:
         self._stopped = ""
         self._stopped_as: type[StorageFailed] | type[HomeGone] = StorageFailed
         self._syncing = threading.Lock()
-        self._lent: list[tuple[Path, int, memoryview]] = []
         self._scrubber = Scrubber(ops, self._salt)
         self.cold = ColdTier(store, folder, identity.journal_id, self._salt, recovered.stubs, ops)
 
@@ -215,14 +205,14 @@ class Journal:
     @property
     def bytes_allocated(self) -> int:
         """Disk space of the live segments and of the one in reserve; recycled files come on top."""
-        spare = self.segment_bytes if self._spare else 0
+        spare = self.segment_bytes if self._shelf.spare else 0
         return sum(s.size for s in self._segments if not s.cold) + spare
 
     def room_bytes(self) -> int:
         """What the disk can still take as frames, less the part of each segment that not every frame may use: the
         rest of this one, and whole segments in reserve, recycled, or out of free space."""
         free = self._ops.free_bytes(self.folder) // self.segment_bytes
-        whole = free + len(self._free) + (self._spare is not None)
+        whole = free + self._shelf.count
         active = self._segments[-1]
         rest = max(active.size * 7 // 8 - active.end - self._group_bytes, 0)
         return whole * (self.segment_bytes * 7 // 8) + rest
@@ -392,8 +382,8 @@ class Journal:
         with self._failing_stops("recycling"):
             for segment in over:
                 if not segment.cold:
-                    self._let_go(segment)
-            self._take_back()
+                    self._shelf.let_go(segment)
+            self._shelf.take_back()
         return len(over)
 
     def sealed_segment(self, epoch: int) -> Segment | None:
@@ -419,19 +409,9 @@ class Journal:
         assert segment is not None, f"epoch {stub.epoch} is not held"
         assert not segment.cold, f"epoch {stub.epoch} went cold before"
         with self._failing_stops("giving up a file that went cold"):
-            self._let_go(segment, keep=FREE_KEPT)
-            self._take_back()
+            self._shelf.let_go(segment, keep=FREE_KEPT)
+            self._shelf.take_back()
         segment.path, segment.fd, segment.cold = self.folder / stub.file_name, -1, True
-
-    def _let_go(self, segment: Segment, *, keep: int | None = None) -> None:
-        """Its file may be written again, or goes when `keep` such files are there, once nobody reads it any more."""
-        self._ops.close(self._fds.pop(segment.path))
-        size = segment.size if keep is None or len(self._free) < keep else 0
-        if segment.mapped is None:
-            self._give_up(segment.path, size)
-        else:
-            self._lent.append((segment.path, size, segment.mapped.view))
-            segment.mapped = None
 
     def roll(self) -> None:
         """Seal the segment that is written to, full or not, so that it can be recycled. Raises StorageFailed,
@@ -439,8 +419,7 @@ class Journal:
         self._require_working()
         assert not self._group, "a group is open: commit it before a roll"
         if self._segments[-1].offsets:
-            if self._spare is None:
-                self._spare = self._prepare()
+            self._prepare()
             self._roll()
 
     def scrub(self, budget_bytes: int) -> ScrubSlice:
@@ -483,15 +462,17 @@ class Journal:
             found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
         except OSError as fault:
             raise self._stop(fault, "reading") from fault
-        if found is not None and not trusted:
-            segment.mark_read(lsn)
-        if found is None or found.header.lsn != lsn:
+        if found is None or not segment.is_own(lsn, found.header):
             if segment.cold:
                 raise self.cold.lost(segment, lsn)
+            place = Place(offset, offset + segment.extent(lsn), lsn, lsn, 0)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
-                "the file from a copy"
+                "the file from a copy",
+                [place.as_json(segment.path)],
             )
+        if not trusted:
+            segment.mark_read(lsn)
         header = found.header
         return Frame(
             header.lsn, header.kind, header.schema_id, header.rows, header.time_us, found.payload
@@ -517,41 +498,15 @@ class Journal:
             )
         active = self._segments[-1]
         within = share == 1.0 or active.end + size <= active.size * share
-        if self._spare is None and not (self._fits(size) and within):
-            self._spare = self._prepare()
+        if self._shelf.spare is None and not (self._fits(size) and within):
+            self._prepare()
 
-    def _prepare(self) -> _Spare:
-        """Allocate the next segment file: contents, size and name durable before first use."""
-        self.watch()  # a new file could come to lie under the name of a missing one
-        with self._failing_stops("preparing a segment"):
-            self._take_back()
-            if self._free:
-                path = self._free.pop(0)
-                fd = self._fds[path] if path in self._fds else self._ops.open(path)
-            else:
-                path = self.folder / f"{self._next_number():08d}{SUFFIX}"
-                fd = self._ops.open(path, create=True)
-            self._fds[path] = fd
-        return self._allocate(path, fd)
-
-    def _allocate(self, path: Path, fd: int) -> _Spare:
-        try:
-            self._ops.fallocate(fd, self.segment_bytes)
-        except OSError as fault:
+    def _prepare(self) -> None:
+        """See to it that the next segment has its file."""
+        if self._shelf.spare is None:
+            self.watch()  # a new file could come to lie under the name of a missing one
             with self._failing_stops("preparing a segment"):
-                if fault.errno not in FULL:
-                    raise
-                self._ops.close(self._fds.pop(path))
-                self._ops.unlink(path)
-            raise journal_failed(self.folder, fault, "preparing a segment") from fault
-        with self._failing_stops("preparing a segment"):
-            self._ops.fsync(fd)
-            self._ops.fsync_folder(self.folder)
-        return _Spare(path, fd)
-
-    def _next_number(self) -> int:
-        names = self._ops.names(self.folder)
-        return 1 + max((int(Path(name).stem) for name in names if name.endswith(SUFFIX)), default=0)
+                self._shelf.prepare()
 
     def _write_group(self) -> None:
         segment = self._segments[-1]
@@ -559,6 +514,7 @@ class Journal:
         buffers: list[bytes | memoryview] = []
         offset = segment.end
         offsets: list[int] = []
+        crcs: list[int] = []
         for lsn, pending in enumerate(self._group, first_lsn):
             header = pack_header(
                 kind=pending.kind,
@@ -576,6 +532,7 @@ class Journal:
             buffers.extend(pending.parts)
             buffers.append(bytes(padded(pending.length) - pending.length))
             offsets.append(offset)
+            crcs.append(int.from_bytes(header[-4:], "little"))
             offset += pending.frame_bytes
         last_lsn = first_lsn + len(self._group) - 1
         durable = self._durable_lsn
@@ -583,6 +540,7 @@ class Journal:
         segment.end = write_all(self._ops, segment.fd, buffers, segment.end)
         segment.offsets.extend(offsets)
         segment.kinds.extend(pending.kind for pending in self._group)
+        segment.crcs.extend(crcs)
         self._written_lsn = last_lsn
         self._recorded_lsn = max(self._recorded_lsn, durable)
         self._group, self._group_bytes = [], 0
@@ -621,8 +579,7 @@ class Journal:
     def _mark(self, kind: int) -> None:
         """Write and sync a DURABLE or OPENED frame; where it does not fit, a roll says the same."""
         if not self._fits(CONTROL_FRAME_BYTES):
-            if self._spare is None:
-                self._spare = self._prepare()
+            self._prepare()
             self._roll()
             if kind == DURABLE:
                 return
@@ -635,10 +592,10 @@ class Journal:
 
     def _roll(self) -> None:
         """New segment durable, then the old one sealed, then the new one used."""
-        assert self._spare is not None, "the room for a roll is made at append"
+        assert self._shelf.spare is not None, "the room for a roll is made at append"
         self.sync()
         self.watch()
-        spare, self._spare = self._spare, None
+        spare = self._shelf.take_spare()
         old = self._segments[-1]
         new = Segment(
             path=spare.path,
@@ -665,22 +622,6 @@ class Journal:
             self._ops.fdatasync(segment.fd)
             segment.sealed = True
             write_index(self._ops, segment.path, index_of(segment, chain), self._uuid)
-
-    def _take_back(self) -> None:
-        """Files of recycled segments that nobody reads any more may be written again."""
-        lent, self._lent = self._lent, []
-        for path, size, view in lent:
-            still = self._ops.unmap(view)
-            if still is None:
-                self._give_up(path, size)
-            else:
-                self._lent.append((path, size, still))
-
-    def _give_up(self, path: Path, size: int) -> None:
-        if size == self.segment_bytes:
-            self._free.append(path)
-        else:
-            self._ops.unlink(path)
 
     def _require_working(self) -> None:
         if self._stopped:

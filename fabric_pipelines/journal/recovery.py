@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric_pipelines.errors import CorruptionFound
-from fabric_pipelines.journal.damage import next_magic, places, told
+from fabric_pipelines.journal.damage import Place, next_magic, places, told
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
@@ -25,6 +25,7 @@ from fabric_pipelines.journal.frame import (
     SEAL,
     SEGMENT,
     Control,
+    Header,
     extend_chain,
     salt_of,
 )
@@ -79,6 +80,7 @@ class Scan:
     sealed: bool = False
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("H"))
+    crcs: array[int] = field(default_factory=lambda: array("I"))
     unread: bool = False
 
 
@@ -124,7 +126,7 @@ def recover(
     tail = _scan(ops, newest, salt, identity.format)
     beyond = _beyond(Window(ops, newest.fd, newest.size), tail.end, newest.epoch, salt)
     if beyond.durable_lsn > tail.last_lsn:
-        raise CorruptionFound(_damaged(ops, newest, tail, beyond.durable_lsn, salt))
+        raise _damaged(ops, newest, tail, beyond.durable_lsn, salt)
     if beyond.opens > tail.opens:
         raise CorruptionFound(
             f"segment {newest.path} is damaged at offset {tail.end}: the OPENED frame of start {beyond.opens} was durable "
@@ -153,6 +155,7 @@ def recover(
             end=scan.end,
             offsets=scan.offsets,
             kinds=scan.kinds,
+            crcs=scan.crcs,
             sealed=scan.sealed,
             unread=bytearray(b"\1") * len(scan.offsets) if scan.unread else None,
             cold=candidate.stub is not None,
@@ -201,6 +204,7 @@ def _scan_of(ops: FileOps, candidate: Candidate, identity: Identity, salt: int, 
         sealed=True,
         offsets=stub.offsets,
         kinds=stub.kinds,
+        crcs=stub.crcs,
         unread=True,
     )
 
@@ -234,6 +238,7 @@ def _summary(ops: FileOps, candidate: Candidate, identity: Identity, salt: int) 
         sealed=True,
         offsets=index.offsets,
         kinds=index.kinds,
+        crcs=index.crcs,
         unread=True,
     )
 
@@ -296,8 +301,7 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) ->
         opens=start.opens,
     )
     offset, chain = scan.end, scan.chain
-    group: list[int] = []
-    kinds: list[int] = []
+    group: list[tuple[int, Header]] = []
     while not scan.sealed:
         found = frame_at(window, offset, epoch=candidate.epoch, salt=salt)
         if found is None:
@@ -305,17 +309,15 @@ def _scan(ops: FileOps, candidate: Candidate, salt: int, journal_format: int) ->
         if found.control is None:
             if found.header.lsn != scan.last_lsn + len(group) + 1:
                 break
-            group.append(offset)
-            kinds.append(found.header.kind)
+            group.append((offset, found.header))
         elif not _closes(found, scan, chain, len(group)):
             break
         offset += found.header.frame_bytes
         if found.header.kind != SEAL:
             chain = extend_chain(chain, found.raw_header, journal_format)
         if found.control is not None:
-            scan.kinds.extend(kinds)
             _accept(scan, found, found.control, chain, offset, group)
-            group, kinds = [], []
+            group = []
     return scan
 
 
@@ -328,13 +330,21 @@ def _closes(found: Found, scan: Scan, chain: int, group_frames: int) -> bool:
         return False
     if found.header.kind == COMMIT:
         return group_frames > 0 and control.first_lsn == scan.last_lsn + 1
-    return found.header.kind in (DURABLE, SEAL, OPENED) and group_frames == 0
+    alone = group_frames == 0 and control.first_lsn == last_lsn
+    return alone and found.header.kind in (DURABLE, SEAL, OPENED)
 
 
 def _accept(
-    scan: Scan, found: Found, control: Control, chain: int, end: int, group: list[int]
+    scan: Scan,
+    found: Found,
+    control: Control,
+    chain: int,
+    end: int,
+    group: list[tuple[int, Header]],
 ) -> None:
-    scan.offsets.extend(group)
+    scan.offsets.extend(offset for offset, _ in group)
+    scan.kinds.extend(header.kind for _, header in group)
+    scan.crcs.extend(header.crc for _, header in group)
     scan.last_lsn += len(group)
     scan.chain, scan.end = chain, end
     scan.durable_lsn = max(scan.durable_lsn, control.durable_lsn)
@@ -387,15 +397,19 @@ def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, in
         )
 
 
-def _damaged(ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int) -> str:
+def _damaged(
+    ops: FileOps, candidate: Candidate, scan: Scan, last_lsn: int, salt: int
+) -> CorruptionFound:
     """What is wrong behind the last whole group, frame by frame; all of it where each frame is whole by itself."""
     window, first = Window(ops, candidate.fd, candidate.size), scan.last_lsn + 1
     how = {"epoch": candidate.epoch, "salt": salt, "first_lsn": first, "last_lsn": last_lsn}
     if found := list(places(window, scan.end, **how)):
         return told(candidate.path, found)
-    return (
+    whole = Place(scan.end, candidate.size, first, last_lsn, 0)
+    return CorruptionFound(
         f"segment {candidate.path} is damaged at offset {scan.end}: LSN {first}..{last_lsn} were acknowledged and "
-        "cannot be read; restore the file from a copy"
+        "cannot be read; restore the file from a copy",
+        [whole.as_json(candidate.path)],
     )
 
 
@@ -418,10 +432,12 @@ def _live(
         if epoch not in candidates or epoch > newest:
             after = min(later for later in candidates if later >= epoch)
             first = live[-1].start.last_lsn + 1 if live else 1
+            gone = Place(0, 0, first, candidates[after].start.last_lsn, 0)
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
-                f"between {first} and {candidates[after].start.last_lsn} cannot be read{_suspects(unreadable)}; restore "
-                "that file from a copy"
+                f"between {first} and {gone.last_lsn} cannot be read{_suspects(unreadable)}; restore "
+                "that file from a copy",
+                [gone.as_json("")],
             )
         live.append(candidates[epoch])
     return live
@@ -441,7 +457,7 @@ def _require_joined(
                 "the file from a copy"
             )
         if scan.last_lsn != following.last_lsn:
-            raise CorruptionFound(_damaged(ops, candidate, scan, following.last_lsn, salt))
+            raise _damaged(ops, candidate, scan, following.last_lsn, salt)
         if not scan.sealed and not (index == len(live) - 2 and newest_untouched):
             raise CorruptionFound(
                 f"segment {candidate.path} lost its SEAL frame at offset {scan.end} (LSN {scan.last_lsn}); "

@@ -1,7 +1,8 @@
 """Scrubbing: read sealed frames again from the device and compare them with their CRCs, a slice at a time.
 
 The index says where each data frame begins, so a damaged one costs itself and the control frames behind it
-and the scrub goes on with the next. Finds and names; what damage means is the owner's business.
+and the scrub goes on with the next. A frame that is whole in itself is compared with the CRC that its segment knows it by, too.
+Finds and names; what damage means is the owner's business.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def scrub_frames(
     while at < count and (at == first or seen < budget_bytes):
         start = 0 if at == 0 else segment.offsets[at]
         end = segment.offsets[at + 1] if at + 1 < count else segment.end
-        bad = _first_bad(window, start, end, segment.epoch, salt)
+        bad = _first_bad(window, segment, at, (start, end), salt)
         if bad is None:
             segment.mark_read(segment.first_lsn + at)
         else:
@@ -100,11 +101,18 @@ def scrub_frames(
     return ScrubSlice(seen, at - first, tuple(damaged), segment.first_lsn + first), at
 
 
-def _first_bad(window: Source, offset: int, end: int, epoch: int, salt: int) -> int | None:
-    """Where in [offset, end), which begins with a frame, the first one that is not whole begins."""
+def _first_bad(
+    window: Source, segment: Segment, at: int, extent: tuple[int, int], salt: int
+) -> int | None:
+    """Where in `extent`, which begins with a frame and holds the data frame `at`, the first one begins that is not
+    whole, or not the one that was written."""
+    offset, end = extent
     while offset < end:
-        found = frame_at(window, offset, epoch=epoch, salt=salt)
+        found = frame_at(window, offset, epoch=segment.epoch, salt=salt)
         if found is None:
+            return offset
+        mine = offset == segment.offsets[at]
+        if mine and not segment.is_own(segment.first_lsn + at, found.header):
             return offset
         offset += found.header.frame_bytes
     return None

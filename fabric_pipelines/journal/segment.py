@@ -77,9 +77,10 @@ class Holding:
 
 @dataclass(slots=True)
 class Segment:
-    """`offsets[i]` is where data frame `first_lsn + i` begins and `kinds[i]` its kind; `end` is where the next
-    frame goes. `cold`: its bytes are in the object store, `path` is that of its stub and `fd` is none. `unread[i]` is 1 while nobody has compared that frame with its CRCs since the journal was
-    opened; None when all were read."""
+    """`offsets[i]` is where data frame `first_lsn + i` begins, `kinds[i]` its kind and `crcs[i]` the CRC that its
+    header ends in; `end` is where the next frame goes. `cold`: its bytes are in the object store, `path` is that of its
+    stub and `fd` is none; `crcs` is empty while nobody knows them, which an old stub does not. `unread[i]` is 1 while
+    nobody has compared that frame with its CRCs since the journal was opened; None when all were read."""
 
     path: Path
     fd: int
@@ -89,6 +90,7 @@ class Segment:
     end: int
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("H"))
+    crcs: array[int] = field(default_factory=lambda: array("I"))
     sealed: bool = False
     mapped: Mapped | None = None
     unread: bytearray | None = None
@@ -115,6 +117,19 @@ class Segment:
         at = lsn - self.first_lsn
         following = self.offsets[at + 1] if at + 1 < len(self.offsets) else self.end
         return following - self.offsets[at]
+
+    @property
+    def knows_frames(self) -> bool:
+        """Whether what was written can be told from another whole frame in its place."""
+        return len(self.crcs) == len(self.offsets)
+
+    def is_own(self, lsn: int, header: Header) -> bool:
+        """Whether the frame with this header, whole in itself, is the one that was written as `lsn`: one of an older
+        copy, or of another course of the journal, can be whole, in that place and of that LSN, too. The CRC of a
+        header covers that of the payload."""
+        if header.lsn != lsn:
+            return False
+        return not self.knows_frames or header.crc == self.crcs[lsn - self.first_lsn]
 
     def is_read(self, lsn: int) -> bool:
         return self.unread is None or not self.unread[lsn - self.first_lsn]

@@ -1,7 +1,8 @@
 """The stub of a cold segment: what stays on this disk when its bytes are in the store (FORMAT.md, "Stub file").
 
-It says which object, how large and with which CRC32C, where each frame lies in it, and what the chain was at both
-ends, so that an open needs nothing from the store. Durable before the object is put: whatever may be in the store
+It says which object, how large and with which CRC32C, where each frame lies in it and which CRC its header ends in,
+and what the chain was at both ends, so that an open needs nothing from the store and the first frame that is read of
+another object under that name is refused. Durable before the object is put: whatever may be in the store
 has a stub here, so that nothing there is ever forgotten.
 """
 
@@ -15,18 +16,20 @@ from pathlib import Path
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal.files import FileOps, read_exactly, write_all
 from fabric_pipelines.journal.frame import crc32c
+from fabric_pipelines.journal.index import columns_of
 
 SUFFIX = ".cold"
 MAGIC = b"FPT\x01"
-VERSION = 1
+VERSION = 2
+READABLE = {1: 10, VERSION: 14}  # bytes a frame; of version 1 the frames' CRCs are not known
 HEADER = struct.Struct("<4sIQQQQQQIIIII16s")
-BYTES_A_FRAME = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """`size` and `crc`: of the whole object. `start_chain`, `durable_lsn`, `low_epoch`, `opens`: as its SEGMENT
-    and SEAL frames have them; `chain`: that of the SEAL frame. `where`: the store it went to, for people."""
+    """`size` and `crc`: of the whole object. `start_chain`: as its SEGMENT frame has it; `chain`, `durable_lsn`,
+    `low_epoch`, `opens`: as the SEAL frame does. `where`: the store it went to, for people. `crcs`: of the header of
+    each data frame; empty in one of version 1."""
 
     epoch: int
     first_lsn: int
@@ -40,6 +43,7 @@ class Stub:
     where: str
     offsets: array[int]
     kinds: array[int]
+    crcs: array[int]
 
     @property
     def last_lsn(self) -> int:
@@ -53,7 +57,7 @@ class Stub:
         where = self.where.encode()
         head = HEADER.pack(
             MAGIC,
-            VERSION,
+            VERSION if len(self.crcs) == len(self.offsets) else 1,
             self.epoch,
             self.first_lsn,
             len(self.offsets),
@@ -67,7 +71,8 @@ class Stub:
             len(where),
             journal_id,
         )
-        body = head + where + self.offsets.tobytes() + self.kinds.tobytes()
+        columns = self.offsets.tobytes() + self.kinds.tobytes() + self.crcs.tobytes()
+        body = head + where + columns
         return body + crc32c(body).to_bytes(4, "little")
 
 
@@ -92,14 +97,14 @@ def unpack_stub(raw: memoryview, journal_id: bytes) -> Stub | None:
         owner,
     ) = HEADER.unpack_from(raw)
     at = HEADER.size + where_bytes
-    end = at + count * BYTES_A_FRAME
-    if (magic, version, owner) != (MAGIC, VERSION, journal_id) or end + 4 != len(raw):
+    if (magic, owner) != (MAGIC, journal_id) or version not in READABLE:
+        return None
+    end = at + count * READABLE[version]
+    if end + 4 != len(raw):
         return None
     if crc32c(raw[:end]).to_bytes(4, "little") != bytes(raw[end:]):
         return None
-    offsets, kinds = array("Q"), array("H")
-    offsets.frombytes(raw[at : at + 8 * count])
-    kinds.frombytes(raw[at + 8 * count : end])
+    offsets, kinds, crcs = columns_of(raw[at:end], count)
     return Stub(
         epoch=epoch,
         first_lsn=first_lsn,
@@ -113,6 +118,7 @@ def unpack_stub(raw: memoryview, journal_id: bytes) -> Stub | None:
         where=bytes(raw[HEADER.size : at]).decode(),
         offsets=offsets,
         kinds=kinds,
+        crcs=crcs,
     )
 
 

@@ -57,6 +57,7 @@ BUILDER_MODULES = (
     "ledger",
     "shards.admission",
     "shards.blocks",
+    "shards.compaction",
     "shards.content",
     "shards.increment",
     "shards.lists",

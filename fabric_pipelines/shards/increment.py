@@ -3,7 +3,8 @@
 What moved is found by digest: of the rows that may have, those that are as before drop out. Gone and changed rows
 get a tombstone; new and changed ones join the nearest list, in one layer of their own. A list that outgrew
 twice its size is split in two, one that shrank below a quarter is dissolved; then only the rows at the new
-border are placed again (SPFresh's LIRE conditions, arXiv 2410.14452). Everything else stays the file it is.
+border are placed again (SPFresh's LIRE conditions, arXiv 2410.14452). Small older layers are folded into the new one,
+and a list of which half is written anyway is written whole (compaction.py). Everything else stays the file it is.
 A pure function of the older generation and the rows, so that a receipt can be replayed to the byte.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import pyarrow as pa
 
 from fabric_pipelines.dataplane.content_hash import ContentHash, content_hash, row_lanes
 from fabric_pipelines.dataplane.source import RowSet, SourceState
+from fabric_pipelines.shards import compaction
 from fabric_pipelines.shards.admission import admit
 from fabric_pipelines.shards.blocks import Block, array_block, columns_block
 from fabric_pipelines.shards.content import entry_of
@@ -138,27 +141,31 @@ def grow(parent: Shard, change: Change, base_recall: str) -> Grown:
     )
     merged = _merge(layout, reference)
     split = _split(layout, reference, metric)
+    _compact(layout)
     reference = layout.reference(reference)
     layer = layout.layer()
-    dead = np.flatnonzero(~layout.alive).astype(np.int64)
+    kept, still = _layers_that_count(parent, layout.alive)
+    dead = np.flatnonzero(~layout.alive[still]).astype(np.int64)
     out = _quarantine(parent, change, vectors, table, ~good)
-    layers = [list(item) for item in before.layers] if before else []
+    layers = [list(before.layers[number]) for number in kept] if before else []
+    if len(layer.rows.ids):
+        layers.append(layer.indptr.tolist())
     increment = Increment(
         parent_generation=manifest.generation,
         base_generation=before.base_generation if before else manifest.generation,
         lists=len(layout.centroids),
-        layers=[*layers, layer.indptr.tolist()],
+        layers=layers,
         tombstones=len(dead),
         reference_rows=reference.tolist(),
         base_recall=base_recall,
     )
-    files = _files(parent, layout, layer, dead, out, len(layers))
+    files = _files(parent, layout, layer, dead, out, kept)
     sizes = np.bincount(layout.live_lists(), minlength=len(layout.centroids))
     return Grown(
         files,
         increment,
         int(sizes.sum()),
-        parent.stored + len(layer.rows.ids),
+        len(still) + len(layer.rows.ids),
         admit(out.vectors).as_json(),
         sizes,
         split,
@@ -182,23 +189,26 @@ class _Layout:
         self.lists = np.empty(0, np.int64)
         self.cut: dict[int, int] = {}
 
-    def add(self, ids: Ids, vectors: Floats, columns: pa.Table) -> None:
+    def add(self, ids: Ids, vectors: Floats, columns: pa.Table, lists: Ids | None = None) -> None:
+        """`lists`: where they belong; by default the nearest."""
         if not len(ids):
             return
         self.ids = np.concatenate([self.ids, ids])
         self.vectors = np.concatenate([self.vectors, vectors])
         self.columns.append(columns)
-        self.lists = np.concatenate([self.lists, self.nearest(vectors)])
+        nearest = self.nearest(vectors) if lists is None else lists
+        self.lists = np.concatenate([self.lists, nearest])
 
     def nearest(self, vectors: Floats) -> Ids:
         return nearest_list(vectors, self.centroids, self.metric)
 
-    def lift(self, places: Ids) -> None:
-        """Take stored rows out of where they lie and place them anew."""
+    def lift(self, places: Ids, *, stay: bool = False) -> None:
+        """Take stored rows out of where they lie and place them anew; `stay`: into the list that they were in."""
         if len(places):
             rows = self.parent.rows_at(places)
             self.alive[places] = False
-            self.add(rows.ids, rows.vectors, rows.columns)
+            lists = self.stored_list[places] if stay else None
+            self.add(rows.ids, rows.vectors, rows.columns, lists)
 
     def places_of(self, number: int) -> Ids:
         return np.flatnonzero(self.alive & (self.stored_list == number)).astype(np.int64)
@@ -235,6 +245,40 @@ class _Layout:
 class _Layer:
     indptr: Ids
     rows: StoredRows
+
+
+def _compact(layout: _Layout) -> None:
+    """Write again what costs little and leaves a search less to read; rows stay in their lists."""
+    left = compaction.budget(len(layout.live_lists()))
+    starts = _layer_starts(layout.parent)
+    counts = [int(layout.alive[a:b].sum()) for a, b in pairwise(starts)]
+    for number in compaction.layers_to_fold(counts, len(layout.ids), left):
+        a, b = starts[number], starts[number + 1]
+        layout.lift(a + np.flatnonzero(layout.alive[a:b]), stay=True)
+        left -= counts[number]
+    lists = len(layout.centroids)
+    added = np.bincount(layout.lists, minlength=lists)
+    stored = np.bincount(layout.stored_list[layout.alive], minlength=lists)
+    chosen = compaction.lists_to_rewrite(stored, added, left)
+    layout.lift(np.flatnonzero(layout.alive & np.isin(layout.stored_list, chosen)), stay=True)
+
+
+def _layer_starts(parent: Shard) -> list[int]:
+    """Stored rows of layer i are those from the i-th place to the next."""
+    before = parent.manifest.increment
+    layers = parent.blocks[len(parent.blocks) - len(before.layers) :] if before else []
+    return [*(block.start for block in layers), parent.stored]
+
+
+def _layers_that_count(parent: Shard, alive: npt.NDArray[np.bool_]) -> tuple[list[int], Ids]:
+    """Layers with a row that counts, and the places that are stored without the others."""
+    starts = _layer_starts(parent)
+    spans = [slice(a, b) for a, b in pairwise(starts)]
+    kept = [number for number, span in enumerate(spans) if alive[span].any()]
+    still = np.ones(parent.stored, np.bool_)
+    for number, span in enumerate(spans):
+        still[span] = number in kept
+    return kept, np.flatnonzero(still)
 
 
 def _merge(layout: _Layout, reference: Ids) -> int:
@@ -319,20 +363,24 @@ def _quarantine(
 
 
 def _files(
-    parent: Shard, layout: _Layout, layer: _Layer, dead: Ids, out: StoredRows, number: int
+    parent: Shard, layout: _Layout, layer: _Layer, dead: Ids, out: StoredRows, kept: Sequence[int]
 ) -> list[tuple[FileEntry, Block | None]]:
-    lists = len(layout.centroids)
-    kept = (*BLOCK_ROLES, *LAYER_ROLES, "marks")
-    files: list[tuple[FileEntry, Block | None]] = [
-        (entry, None) for entry in parent.manifest.files if entry.role in kept
-    ]
-    made = [
-        ("layer_vectors", array_block("vectors", layer.rows.vectors)),
-        ("layer_ids", array_block("ids", layer.rows.ids)),
-    ]
-    if parent.manifest.of_role("columns"):
-        made.append(("layer_columns", columns_block("columns", _typed(layer.rows.columns, parent))))
-    files += [(entry_of(role, block, number, lists), block) for role, block in made]
+    """`kept`: layers that stay, which are numbered anew."""
+    lists, now = len(layout.centroids), {before: at for at, before in enumerate(kept)}
+    files: list[tuple[FileEntry, Block | None]] = []
+    for entry in parent.manifest.files:
+        if entry.role in (*BLOCK_ROLES, "marks"):
+            files.append((entry, None))
+        elif entry.role in LAYER_ROLES and entry.first_list in now:
+            files.append((replace(entry, first_list=now[entry.first_list]), None))
+    if len(layer.rows.ids):
+        made = [
+            ("layer_vectors", array_block("vectors", layer.rows.vectors)),
+            ("layer_ids", array_block("ids", layer.rows.ids)),
+        ]
+        if len(layer.rows.columns.column_names):
+            made.append(("layer_columns", columns_block("columns", layer.rows.columns)))
+        files += [(entry_of(role, block, len(kept), lists), block) for role, block in made]
     whole = [
         ("tombstones", array_block("tombstones", dead)),
         ("centroids", array_block("centroids", layout.centroids)),
@@ -342,14 +390,6 @@ def _files(
     if len(out.columns):
         whole.append(("quarantine_columns", columns_block("quarantine", out.columns)))
     return files + [(entry_of(role, block, 0, lists), block) for role, block in whole]
-
-
-def _typed(table: pa.Table, parent: Shard) -> pa.Table:
-    """An empty table has no columns of its own: the parent's."""
-    if len(table):
-        return table
-    entry = parent.manifest.of_role("columns")[0]
-    return parent.columns_of(entry).slice(0, 0)
 
 
 def _taken(table: pa.Table, rows: npt.NDArray[Any]) -> pa.Table:

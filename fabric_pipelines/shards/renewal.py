@@ -207,8 +207,6 @@ class _Refresh:
             return f"the policy asks for new lists ({stale.verdict})"
         if stale.moved_fraction > MOVED_FRACTION_MAX:
             return f"{stale.moved_fraction:.1%} of the rows moved"
-        if self.current.increment and len(self.current.increment.layers) >= LAYERS_MAX:
-            return f"there are {LAYERS_MAX} layers"
         return ""
 
     def _moved(self, stale: Staleness, parent: Shard) -> Moved:
@@ -311,6 +309,9 @@ class _Refresh:
 def _why_unsound(parent: Shard, grown: Grown) -> str:
     """What an increment would leave behind that a full build would not."""
     built = np.diff(parent.manifest.offsets())
+    layers = len(grown.increment.layers)
+    if layers > LAYERS_MAX:
+        return f"there would be {layers} layers"
     share = grown.increment.tombstones / grown.stored
     if share > TOMBSTONE_FRACTION_MAX:
         return f"{share:.1%} of the stored rows are under a tombstone"

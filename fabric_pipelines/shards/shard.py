@@ -216,8 +216,9 @@ class Shard:
             at = number - block.first_list
             if 0 <= at < block.lists:
                 part = slice(int(block.indptr[at]), int(block.indptr[at + 1]))
-                if part.stop > part.start or not self.manifest.increment:
-                    yield self._counted(block, part)
+                piece = self._counted(block, part)
+                if len(piece[1]) or not self.manifest.increment:
+                    yield piece
 
     def _counted(
         self, block: MappedBlock, part: slice

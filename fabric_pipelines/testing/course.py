@@ -20,6 +20,7 @@ from fabric_pipelines.journal.frame import (
     pack_control,
     pack_header,
     payload_crc,
+    salt_of,
 )
 from fabric_pipelines.journal.identity import FORMAT
 from fabric_pipelines.journal.index import Index
@@ -63,6 +64,38 @@ def other_payload(content: bytes, epoch: int, salt: int, journal_id: str) -> Cou
     return made
 
 
+def other_frame(content: bytes, epoch: int, salt: int, journal_id: str) -> bytes:
+    """Of a sealed segment: the same bytes but for one frame, which is another whole one."""
+    other = other_payload(content, epoch, salt, journal_id)
+    begin = other.index.offsets[0]
+    found = frame_at(Mapped(memoryview(content)), begin, epoch=epoch, salt=salt)
+    assert found is not None
+    end = begin + found.header.frame_bytes
+    return content[:begin] + other.content[begin:end] + content[end:]
+
+
+def of_another_journal(content: bytes, epoch: int, salt: int, journal_id: str) -> bytes:
+    """Of a sealed segment: what a journal of another id would have there, had it been told the same."""
+    start, items, seal = _parsed(content, epoch, salt)
+    other = another_id(journal_id)
+    made = _laid(content, start, items, seal, epoch, salt_of(other), other.hex())
+    assert made is not None
+    assert start.control is not None
+    head, body = pack_control(
+        SEGMENT,
+        replace(start.control, journal_id=other),
+        epoch=epoch,
+        time_us=start.header.time_us,
+        salt=salt_of(other),
+        file_bytes=start.header.file_bytes,
+    )
+    return head + body + made.content[len(head) + len(body) :]
+
+
+def another_id(journal_id: str) -> bytes:
+    return bytes(byte ^ 0xFF for byte in bytes.fromhex(journal_id))
+
+
 def _laid(
     content: bytes,
     start: Found,
@@ -77,7 +110,7 @@ def _laid(
     lsn, chain, durable = start.control.last_lsn, start.control.chain, start.control.durable_lsn
     first_lsn = lsn + 1
     made = bytearray(content[: start.header.frame_bytes])
-    offsets, kinds = array("Q"), array("H")
+    offsets, kinds, crcs = array("Q"), array("H"), array("I")
 
     def control(found: Found, first: int) -> None:
         nonlocal chain, durable
@@ -106,17 +139,19 @@ def _laid(
             offsets.append(len(made))
             kinds.append(found.header.kind)
             head = _renumbered(found, lsn, epoch, salt)
+            crcs.append(int.from_bytes(head[-4:], "little"))
             chain = extend_chain(chain, head, FORMAT)
             made.extend(head + _padded_payload(found))
         last = item[-1]
         assert last.control is not None
-        control(last, before + 1 if last.header.kind == COMMIT else last.control.first_lsn)
+        control(last, before + 1 if last.header.kind == COMMIT else lsn)
     end_chain = chain
     control(seal, lsn)
     if bytes(made) == content:
         return None
     assert len(made) == len(content), "the same frames in another order take the same room"
-    return Course(bytes(made), Index(epoch, first_lsn, len(made), end_chain, offsets, kinds))
+    index = Index(epoch, first_lsn, len(made), end_chain, offsets, kinds, crcs)
+    return Course(bytes(made), index)
 
 
 def _renumbered(found: Found, lsn: int, epoch: int, salt: int) -> bytes:

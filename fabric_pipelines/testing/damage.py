@@ -1,5 +1,5 @@
 """Every kind of damage that what a recorded life keeps may take without any crash: a bit that rots, a copy of another
-course of the journal, a file cut short or gone.
+course of the journal, a file cut short or gone, a whole frame or object that is not the one that was written.
 
 One `Damage` is one thing of one moment of the life that is not what was written. Which bytes are hit follows from
 the formats alone, so that each field of each kind of frame, each column and each object is met; `seed` says only
@@ -12,6 +12,7 @@ import json
 import random
 import re
 import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +26,20 @@ from fabric_pipelines.journal import Journal, index, stub
 from fabric_pipelines.journal.frame import HEADER, HEADER_BYTES, SEAL, padded
 from fabric_pipelines.journal.identity import NAME
 from fabric_pipelines.journal.segment import Found, Mapped, frame_at
-from fabric_pipelines.testing.course import other_course
+from fabric_pipelines.testing.course import (
+    another_id,
+    of_another_journal,
+    other_course,
+    other_frame,
+    other_payload,
+)
 from fabric_pipelines.testing.crash_life import COLD, FOLDER, SEGMENT_BYTES, Life
 from fabric_pipelines.testing.sim_disk import Image, Note, SimDisk, all_kept
 
 STILL = Clock(lambda: 0.0, lambda: 0)
 ANOTHER = "from another course of the journal"
+OF_ANOTHER_JOURNAL = "of another journal"
+ONE_FRAME = "with one frame from another course of the journal"
 FIELDS = tuple(
     struct.calcsize(HEADER.format[: part.start()])
     for part in re.finditer(r"\d*[a-zA-Z]", HEADER.format)
@@ -183,12 +192,20 @@ class _AtRest:
                 cut = replace(hits[0], story="cut in half", content=content[: end // 2], at=None)
                 for hit in (*hits, cut):
                     yield replace(hit, thing="fetch", carried=True)
+                if self._is_new("foreign", path):
+                    yield from _foreign_objects(moment, path, epoch, names)
             if not self._is_new(path.parent, content[:end]):
                 continue
             if sealed or thing == "object":
                 yield from _whole(moment, thing, path, names, end)
+            else:
+                for size in (end // 2, end):
+                    story = f"cut to {size} bytes while it was written to"
+                    yield Damage(moment, thing, story, path, content[:size], names)
             if sealed:
                 yield from self._of_another_course(moment, path, epoch, content, end)
+                if _stub_path(epoch) not in moment.image.entries:  # else the object is read
+                    yield from _foreign_segments(moment, path, epoch, end)
 
     def _of_frames(
         self,
@@ -240,8 +257,10 @@ class _AtRest:
                 chain=other.index.chain,
                 offsets=other.index.offsets,
                 kinds=other.index.kinds,
+                crcs=other.index.crcs,
             )
             yield Damage(moment, "stub", ANOTHER, path, swapped.pack(owner), names)
+            yield from _foreign_stubs(moment, good, names)
 
     def of_checkpoints(self, moment: Moment) -> Iterator[Damage]:
         """Each column of one that stands alone, and may be the base of the log; some of those that are a cache."""
@@ -305,6 +324,69 @@ class _AtRest:
         new = what not in self.seen
         self.seen.add(what)
         return new
+
+
+def _foreign_segments(moment: Moment, path: Path, epoch: int, end: int) -> Iterator[Damage]:
+    """Of a sealed segment here and of its index file."""
+    content, how = moment.content(path), (epoch, moment.salt, moment.journal_id)
+    found = {
+        ONE_FRAME: other_frame(content[:end], *how),
+        OF_ANOTHER_JOURNAL: of_another_journal(content[:end], *how),
+    }
+    for story, foreign in found.items():
+        whole = foreign + content[end:]
+        yield Damage(moment, "foreign", story, path, whole, (path.name, f"epoch {epoch}"))
+    like = next((p for p, e in moment.segments.items() if e in moment.sealed and p != path), None)
+    if like is None:
+        return
+    twice = moment.content(like)
+    yield Damage(moment, "foreign", f"which is {like.name}", path, twice, (path.name,))
+    beside, twin = path.with_suffix(index.SUFFIX), like.with_suffix(index.SUFFIX)
+    if {beside, twin} <= moment.image.entries.keys():
+        story, foreign = f"which is {twin.name}", moment.content(twin)
+        yield Damage(moment, "index", story, beside, foreign, (beside.name,))
+
+
+def _foreign_stubs(moment: Moment, good: stub.Stub, names: tuple[str, ...]) -> Iterator[Damage]:
+    path, other = _stub_path(good.epoch), another_id(moment.journal_id)
+    yield Damage(moment, "stub", OF_ANOTHER_JOURNAL, path, good.pack(other), names)
+    raised = replace(good, epoch=good.epoch + 1).pack(bytes.fromhex(moment.journal_id))
+    yield Damage(moment, "stub", "of another epoch", path, raised, names)
+
+
+def _foreign_objects(
+    moment: Moment, path: Path, epoch: int, names: tuple[str, ...]
+) -> Iterator[Damage]:
+    """Whole in itself, and not what was put: with the stub of today, which knows each frame, and with one of version 1,
+    which knows only all of them together."""
+    content, how = moment.content(path), (epoch, moment.salt, moment.journal_id)
+    found = {
+        ONE_FRAME: other_frame(content, *how),
+        "with another payload": other_payload(content, *how).content,
+        OF_ANOTHER_JOURNAL: of_another_journal(content, *how),
+    }
+    if (other := other_course(content, *how)) is not None:
+        found[ANOTHER] = other.content
+    for like in _objects(moment.image):
+        if like != path:
+            found[f"which is {like.name}"] = moment.content(like)
+    for at in (moment, _with_old_stub(moment, epoch)):
+        for story, foreign in found.items():
+            yield Damage(at, "foreign", story, path, foreign, names)
+
+
+def _with_old_stub(moment: Moment, epoch: int) -> Moment:
+    """The same with that segment's stub as it was before stubs had CRCs of frames."""
+    owner, image = bytes.fromhex(moment.journal_id), moment.image.copy()
+    path = _stub_path(epoch)
+    good = stub.unpack_stub(memoryview(moment.content(path)), owner)
+    assert good is not None
+    image.contents[image.entries[path]] = replace(good, crcs=array("I")).pack(owner)
+    return replace(moment, name=f"{moment.name}, stub {epoch} of version 1", image=image)
+
+
+def _stub_path(epoch: int) -> Path:
+    return FOLDER / f"epoch-{epoch:08d}{stub.SUFFIX}"
 
 
 def _whole(

@@ -23,7 +23,7 @@ from fabric_pipelines.journal import ObjectStore
 from fabric_pipelines.records.arrow import crc32c, read_ipc, to_ipc_pieces, whole
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import column_checksums
-from fabric_pipelines.testing.course import other_course, other_payload
+from fabric_pipelines.testing.course import other_course
 from fabric_pipelines.testing.crash_judge import LOST, require
 from fabric_pipelines.testing.crash_life import COLD, Life, bench_on, lease_of
 from fabric_pipelines.testing.damage import (
@@ -94,47 +94,6 @@ class SpoiltUpload:
             bench.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedObject:
-    """A segment that went cold at `moment`; then its object is `bad`, whole in itself and of the same layout. What is read
-    of it cannot tell, so the scrub must."""
-
-    moment: Moment
-    good: bytes
-    bad: bytes
-    thing: str = "object"
-
-    def __str__(self) -> str:
-        return f"{self.moment.name}: an object with another payload in it"
-
-    def refused(self) -> bool:
-        disk = SimDisk(self.moment.image)
-        folder = FolderStore(COLD, disk)
-        bench = bench_on(disk)
-        try:
-            name = freeze(bench)
-            self._put(folder, name, self.bad)
-            said = self._scrubbed(bench)
-            require(any(name in sentence for sentence in said), SERVED, "the scrub found nothing")
-            self._put(folder, name, self.good)
-            said = self._scrubbed(bench)
-            require(not said, LOST, f"put back, it is still refused: {said}")
-            return True
-        finally:
-            bench.close()
-
-    @staticmethod
-    def _put(folder: FolderStore, name: str, content: bytes) -> None:
-        folder.remove(name)
-        folder.put(name, [memoryview(content)], len(content))
-
-    @staticmethod
-    def _scrubbed(bench: DiskBench) -> list[str]:
-        owner = bench.owner
-        owner.cold_scrubbed([call() for call in owner.cold_scrub()])
-        return [frame.sentence for frame in owner.scrub_report().damaged]
-
-
 @dataclass
 class _Spoiling:
     """An object store in front of another, which spoils what is put, or what is read."""
@@ -184,9 +143,8 @@ def _require_all_here(bench: DiskBench, frames: dict[int, Any]) -> None:
         )
 
 
-def uploads_of(life: Life) -> Iterator[SpoiltUpload | ReplacedObject]:
-    """Of the life's own first upload: a bit of each part of each kind of frame, a cut, and another course; and of what
-    went well, another object in its place."""
+def uploads_of(life: Life) -> Iterator[SpoiltUpload]:
+    """Of the life's own first upload: a bit of each part of each kind of frame, a cut, and another course."""
     first = next(
         at
         for at, op in enumerate(life.disk.log)
@@ -225,9 +183,6 @@ def uploads_of(life: Life) -> Iterator[SpoiltUpload | ReplacedObject]:
         yield SpoiltUpload(
             moment, thing, "from another course of the journal", swapped, good, frames
         )
-
-    bad = other_payload(good, epoch, moment.salt, moment.journal_id).content
-    yield ReplacedObject(moment, good, bad)
 
 
 def _flipping(at: int) -> Spoil:
@@ -378,9 +333,7 @@ def _computed(good: bytes, bad: bytes) -> pa.RecordBatch:
     return batch
 
 
-def damaged_states(
-    life: Life, *, seed: int
-) -> Iterator[Damage | SpoiltUpload | ReplacedObject | OnTheWire]:
+def damaged_states(life: Life, *, seed: int) -> Iterator[Damage | SpoiltUpload | OnTheWire]:
     """All that `DamageJudge` is asked of a life: on the wire, on its way to the store and back, and at rest."""
     yield from wire_of(life)
     yield from uploads_of(life)

@@ -1,165 +1,323 @@
-"""What an increment costs beside a full build: bytes, CPU time and recall, for random and for confined moves.
+"""What an increment costs beside a full build: bytes, time and recall, for random and for confined moves.
 
     python tests/bench/rebuild.py [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
-        [--kind random|confined] [--json]
+        [--kind random|confined] [--seeds 1] [--times 1] [--json]
 
-Rows are drawn around many centres, so that lists mean something. Random moves change rows anywhere; confined ones
-change rows of one hundredth of the lists only. Both change the same number of rows, each to a row near where it
-was (an edited text) or, with --far, to anywhere. The database is played by arrays: what is measured is the
-shard, not the server. CPU time, because the machine is shared.
+One generation is built; for each kind of move 1 % of its rows change and it is refreshed. Beside it stand full builds
+of the same rows: along the centroids of the increment, and with new centroids of each of `--seeds` seeds (the spread
+between those is what training alone does to recall). Truth is a brute force over the rows; questions are held out, and
+asked apart for rows that moved. `--times` lays that many increments one over the other and prints one line each: what
+they leave for a search to read. CPU time beside wall time, because the machine is shared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fabric_pipelines import shards
-from fabric_pipelines.dataplane.source import RowSet, Source, SourceRows
-from fabric_pipelines.dataplane.staleness import NOTHING, Moved
-from fabric_pipelines.shards import renewal
-from fabric_pipelines.testing.vector_store import MemoryVectorStore
+from fabric_pipelines.analytics.search import exact_topk, recall_at_k
+from fabric_pipelines.shards.generation import Generation
+from fabric_pipelines.shards.manifest import ShardManifest
+from tests.bench import moving_corpus
+from tests.bench.moving_corpus import EDIT, KINDS, ArrayStore, Floats, Moves
 
-QUERIES, K, NPROBES = 200, 10, (1, 8, 32)
-KINDS = ("random", "confined")
+QUESTIONS, K, NPROBES = 2000, 10, (1, 2, 4, 8, 16, 32)
 NAME = "bench"
-LATENT = 24
+OPEN_FILES = Path("/proc/self/fd")
+BLOCKS = ("vectors", "ids", "columns")
 
 
-class ArrayStore(MemoryVectorStore):
-    """The stand-in with rows in arrays: ids are 0..n-1 and stay, vectors change. A dict holds no million."""
+class Asked:
+    """Questions with their true neighbours among the rows of `store` as they are now."""
 
-    def __init__(self, vectors: npt.NDArray[np.float16]) -> None:
-        super().__init__()
-        self.all = vectors
-
-    def move(self, ids: npt.NDArray[np.int64], vectors: npt.NDArray[Any]) -> None:
-        self.all[ids] = vectors
-        self.changes.append(("update", ids))
-
-    def _rows(self, source: Source, ids: npt.NDArray[np.int64]) -> RowSet:
-        return RowSet(ids, self.all[ids], {name: ids.copy() for name in source.columns})
-
-    def read_source(self, source: Source) -> SourceRows:
-        rows = self._rows(source, np.arange(len(self.all)))
-        return SourceRows(self._state(source, rows), rows.ids, rows.vectors, rows.columns)
-
-    def read_moved(self, name: str, generation: int, source: Source) -> Moved:
-        complete, ops = self._movement(name)
-        rows = self._rows(source, ops["update"])
-        none = self._rows(source, np.zeros(0, np.int64))
-        state = self._state(source, none).with_content(NOTHING)
-        return Moved(state, rows.ids, rows, complete)
-
-
-def corpus(rows: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.float16]:
-    """Unit vectors around rows / 250 centres in LATENT dimensions, as embeddings lie: neighbours cross lists."""
-    centres = rng.standard_normal((max(2, rows // 250), LATENT)).astype(np.float32)
-    spread = rng.standard_normal((LATENT, dim)).astype(np.float32)
-    out = np.empty((rows, dim), np.float16)
-    for start in range(0, rows, 50_000):
-        stop = min(rows, start + 50_000)
-        part = centres[rng.integers(0, len(centres), stop - start)]
-        part = part + 0.5 * rng.standard_normal(part.shape).astype(np.float32)
-        part = part @ spread + rng.standard_normal((stop - start, dim)).astype(np.float32)
-        out[start:stop] = part / np.linalg.norm(part, axis=1, keepdims=True)
-    return out
-
-
-def moved_rows(
-    store: ArrayStore, root: Path, share: float, kind: str, far: bool, rng: np.random.Generator
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    count = max(1, int(len(store.all) * share))
-    if kind == "random":
-        ids = rng.choice(len(store.all), count, replace=False)
-    else:
-        with shards.open_shard(store, root, NAME) as shard:
-            lists = shard.manifest.lists
-            chosen = rng.choice(lists, max(1, int(lists * 0.01)), replace=False)
-            ids = np.concatenate([shard.list_rows(int(number))[1] for number in chosen])[:count]
-    ids = np.sort(ids).astype(np.int64)
-    to = store.all[rng.integers(0, len(store.all), len(ids)) if far else ids].astype(np.float32)
-    to += 0.02 * rng.standard_normal(to.shape).astype(np.float32)
-    return ids, to / np.linalg.norm(to, axis=1, keepdims=True)
-
-
-def recalls(store: ArrayStore, root: Path) -> dict[str, float]:
-    with shards.open_shard(store, root, NAME) as shard:
-        asked = np.linspace(0, len(store.all) - 1, QUERIES).astype(np.int64)
-        xq = store.all[asked].astype(np.float32)
-        truth = shard.search(xq, K)
-        return {
-            str(nprobe): renewal.recall_at_k(
-                shard.search(xq, K, exact=False, nprobe=nprobe).I, truth.I
+    def __init__(self, store: ArrayStore, held_out: Floats, moves: Moves | None) -> None:
+        rng = np.random.default_rng(3)
+        self.xq = {"rows": held_out}
+        if moves is not None:
+            self.xq["moved"] = moving_corpus.edited(
+                moves.vectors[:: max(1, len(moves.ids) // len(held_out))], EDIT, rng
             )
-            for nprobe in NPROBES
+        ids = np.arange(len(store.all))
+        self.truth = {
+            name: exact_topk(xq, store.all, ids, K, metric="cosine").I
+            for name, xq in self.xq.items()
+        }
+
+    def recall(self, store: ArrayStore, root: Path) -> dict[str, dict[str, float]]:
+        with shards.open_shard(store, root, NAME) as shard:
+            return {
+                name: {
+                    str(nprobe): recall_at_k(
+                        shard.search(xq, K, exact=False, nprobe=nprobe).I, self.truth[name]
+                    )
+                    for nprobe in NPROBES
+                }
+                for name, xq in self.xq.items()
+            }
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    done = work()
+    return done, {"s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+
+
+def moves_of(
+    kind: str, store: ArrayStore, root: Path, count: int, rng: np.random.Generator
+) -> Moves:
+    with shards.open_shard(store, root, NAME) as shard:
+        draw = moving_corpus.random_moves if kind == "random" else moving_corpus.confined_moves
+        return draw(store, shard, count, rng)
+
+
+def read_cost(store: ArrayStore, root: Path) -> dict[str, float]:
+    """What lies under the rows that count: layers, pieces of a list, dead among stored rows; what opening takes."""
+    held = len(list(OPEN_FILES.iterdir()))
+    shard, opening = timed(lambda: shards.open_shard(store, root, NAME))
+    with shard:
+        increment = shard.manifest.increment
+        pieces = [
+            sum(len(ids) > 0 for _, ids in shard._pieces(number))
+            for number in range(shard.manifest.lists)
+        ]
+        return {
+            "layers": len(increment.layers) if increment else 0,
+            "pieces_mean": float(np.mean(pieces)),
+            "pieces_max": int(max(pieces)),
+            "dead_share": 1 - shard.manifest.rows / shard.stored,
+            "files": len({entry.path for entry in shard.manifest.files}),
+            "open_cpu_s": opening["cpu_s"],
+            "open_files": len(list(OPEN_FILES.iterdir())) - held,
         }
 
 
-def one(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    rng = np.random.default_rng(7)
-    folder = Path(tempfile.mkdtemp(prefix="fabric-bench-", dir=options.folder))
-    try:
-        store = ArrayStore(corpus(options.rows, options.dim, rng))
-        spec = {"lists": options.lists, "seed": 1, "metric": "cosine", "recipe": {}}
-        spec |= {"iterations": options.iterations}
-        first = shards.build(store, folder, NAME, **spec)
-        ids, to = moved_rows(store, folder, options.moved, kind, options.far, rng)
-        store.move(ids, to)
-        began = time.process_time()
-        done = shards.refresh(store, folder, NAME)
-        increment_s = time.process_time() - began
-        after = recalls(store, folder)
-        began = time.process_time()
-        full = shards.build(store, folder, NAME, **spec)
-        full_s = time.process_time() - began
-        size = sum({e.path: e.bytes for e in full.manifest.files}.values())
-        return {
+def lists_written(before: ShardManifest, after: ShardManifest) -> set[int]:
+    """Lists of whose rows anything was written: those of new blocks, and those with rows in a new layer."""
+    known = {entry.path for entry in before.files}
+    new = [entry for entry in after.files if entry.path not in known]
+    lists = {
+        number
+        for entry in new
+        if entry.role in BLOCKS
+        for number in range(entry.first_list, entry.first_list + entry.lists)
+    }
+    for entry in new:
+        if entry.role == "layer_vectors":
+            assert after.increment is not None
+            lists |= set(np.flatnonzero(np.diff(after.increment.layers[entry.first_list])).tolist())
+    return lists
+
+
+def new_bytes(before: ShardManifest, after: ShardManifest) -> int:
+    known = {entry.path for entry in before.files}
+    return sum({e.path: e.bytes for e in after.files if e.path not in known}.values())
+
+
+class Bench:
+    """One first generation, and what is done with copies of it."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        rng = np.random.default_rng(7)
+        drawn = moving_corpus.corpus(options.rows + QUESTIONS, options.dim, rng)
+        self.held_out = drawn[options.rows :].astype(np.float32)
+        self.store = ArrayStore(drawn[: options.rows])
+        self.first: Generation = self.build(self.store, folder / "first", 1)
+
+    def build(self, store: ArrayStore, root: Path, seed: int, keep: bool = False) -> Generation:
+        return shards.build(
+            store,
+            root,
+            NAME,
+            lists=self.options.lists,
+            seed=seed,
+            metric="cosine",
+            recipe={},
+            iterations=self.options.iterations,
+            lists_per_block=self.options.lists_per_block,
+            keep_centroids=keep,
+        )
+
+    def copy(self, kind: str) -> tuple[ArrayStore, Path]:
+        """Files of the first generation by link: they are never changed."""
+        root = self.folder / kind
+        shutil.copytree(self.folder / "first", root, copy_function=os.link)
+        return self.store.fork(), root
+
+    def one(self, kind: str) -> dict[str, Any]:
+        store, root = self.copy(kind)
+        count = max(1, int(self.options.rows * self.options.moved))
+        moves = moves_of(kind, store, root, count, np.random.default_rng(11))
+        store.move(moves.ids, moves.vectors)
+        done, cost = timed(lambda: shards.refresh(store, root, NAME))
+        manifest = done.generation.manifest
+        written = lists_written(self.first.manifest, manifest)
+        asked = Asked(store, self.held_out, moves)
+        row = {
             "moves": kind,
             "how": done.how,
             "why": done.why,
-            "rows": options.rows,
+            "rows": self.options.rows,
             "moved": done.moved,
+            "lists": manifest.lists,
+            "lists_per_block": manifest.lists_per_block,
+            "lists_moved": len(moves.lists),
+            "lists_written": len(written),
+            "lists_written_and_unmoved": len(written - set(moves.lists.tolist())),
+            "changed_list": moves.changed_list,
             "bytes_written": done.written,
-            "bytes_full": size,
-            "bytes_share": done.written / size,
             "files_linked": done.generation.linked,
-            "files": len(first.manifest.files),
-            "cpu_s": increment_s,
-            "cpu_full_s": full_s,
-            "cpu_share": increment_s / full_s,
-            "recall_at_10": after,
-            "recall_at_10_full": recalls(store, folder),
+            **cost,
+            **read_cost(store, root),
+            "recall_at_10": asked.recall(store, root),
         }
-    finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(root / NAME / self.first.folder.name)
+        full: dict[str, Any] = {}
+        for name, seed, keep in self._full_builds():
+            made, full_cost = timed(lambda s=seed, k=keep: self.build(store, root, s, k))
+            size = sum({e.path: e.bytes for e in made.manifest.files}.values())
+            full[name] = {
+                **full_cost,
+                "bytes": size,
+                "bytes_written": new_bytes(self.first.manifest, made.manifest),
+                "recall_at_10": asked.recall(store, root),
+            }
+            for older in (root / NAME).glob("g*"):
+                if older != made.folder:
+                    shutil.rmtree(older)
+        shutil.rmtree(root)
+        trained = full["seed 1"]
+        row["full"] = full
+        row["bytes_share"] = row["bytes_written"] / trained["bytes"]
+        row["time_share"], row["cpu_share"] = (row[n] / trained[n] for n in ("s", "cpu_s"))
+        return row
+
+    def _full_builds(self) -> Iterator[tuple[str, int, bool]]:
+        yield "same centroids", 1, True
+        for seed in range(1, self.options.seeds + 1):
+            yield f"seed {seed}", seed, False
+
+    def many(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Increments one over the other; the last line is a full build of the same rows."""
+        store, root = self.copy(kind)
+        count = max(1, int(self.options.rows * self.options.moved))
+        rng = np.random.default_rng(11)
+        size = sum({e.path: e.bytes for e in self.first.manifest.files}.values())
+        for turn in range(1, self.options.times + 1):
+            moves = moves_of(kind, store, root, count, rng)
+            store.move(moves.ids, moves.vectors)
+            done, cost = timed(lambda: shards.refresh(store, root, NAME))
+            yield {
+                "moves": kind,
+                "turn": turn,
+                "how": done.how,
+                "why": done.why,
+                "bytes_share": done.written / size,
+                **self._state(store, root),
+                **cost,
+            }
+            for older in (root / NAME).glob("g*"):
+                if older != done.generation.folder:
+                    shutil.rmtree(older)
+        _, cost = timed(lambda: self.build(store, root, 1))
+        yield {
+            "moves": kind,
+            "turn": self.options.times,
+            "how": "full build beside it",
+            "why": "",
+            "bytes_share": 1.0,
+            **self._state(store, root),
+            **cost,
+        }
+        shutil.rmtree(root)
+
+    def _state(self, store: ArrayStore, root: Path) -> dict[str, Any]:
+        asked = Asked(store, self.held_out, None)
+        with shards.open_shard(store, root, NAME) as shard:
+            _, search = timed(lambda: shard.search(self.held_out, K, exact=False))
+        return {
+            "recall_at_10": asked.recall(store, root)["rows"],
+            "search_cpu_s": search["cpu_s"],
+            **read_cost(store, root),
+        }
 
 
-HEAD = (
-    "| moves | how | rows moved | bytes written | of a full build | CPU-s | of a full build | "
-    "recall@10 after / full, nprobe 1 | 8 | 32 |\n|---|---|---|---|---|---|---|---|---|---|\n"
+def table(row: dict[str, Any]) -> str:
+    """Two tables: what it cost, and what is found."""
+    trained = row["full"]["seed 1"]
+    lines = [
+        f"{row['moves']} moves: {row['moved']:,} of {row['rows']:,} rows in {row['lists_moved']} of "
+        f"{row['lists']} lists, {row['changed_list']:.0%} to another list",
+        "| how | lists written | bytes written | of a full build | s | of a full build | CPU-s | of a full build |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| {row['how']} {row['why']} | {row['lists_written']} | {row['bytes_written'] / 1e6:,.1f} MB | "
+        f"{row['bytes_share']:.2%} | {row['s']:.1f} | {row['time_share']:.1%} | {row['cpu_s']:.1f} | "
+        f"{row['cpu_share']:.1%} |",
+        *(
+            f"| full, {name} | {row['lists']} | {full['bytes_written'] / 1e6:,.1f} MB | "
+            f"{full['bytes_written'] / trained['bytes']:.2%} | {full['s']:.1f} | | {full['cpu_s']:.1f} | |"
+            for name, full in row["full"].items()
+        ),
+        "",
+        f"{row['files']} files of {row['lists_per_block']} lists a block, {row['open_files']} held open by a reader, "
+        f"{row['open_cpu_s'] * 1e3:.0f} ms of CPU to open",
+        "",
+        "| recall@10, nprobe | " + " | ".join(map(str, NPROBES)) + " |",
+        "|---" * (len(NPROBES) + 1) + "|",
+    ]
+    for asked in row["recall_at_10"]:
+        for name, found in {row["how"]: row, **row["full"]}.items():
+            lines.append(f"| {asked}: {name} | {_numbers(found['recall_at_10'][asked])} |")
+        gaps = {
+            str(n): row["recall_at_10"][asked][str(n)] - trained["recall_at_10"][asked][str(n)]
+            for n in NPROBES
+        }
+        lines.append(f"| {asked}: {row['how']} minus seed 1 | {_numbers(gaps, '+')} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _numbers(recall: dict[str, float], sign: str = "") -> str:
+    return " | ".join(f"{recall[str(n)]:{sign}.4f}" for n in NPROBES)
+
+
+MANY = (
+    "| moves | turn | how | bytes of a full build | layers | pieces of a list, mean | max | dead of stored | files | "
+    "CPU-s | CPU-s of 2,000 questions | recall@10, nprobe 1 | 8 | 32 |\n" + "|---" * 14 + "|\n"
 )
 
 
 def line(row: dict[str, Any]) -> str:
-    recall = " | ".join(
-        f"{row['recall_at_10'][str(n)]:.4f} / {row['recall_at_10_full'][str(n)]:.4f}"
-        for n in NPROBES
-    )
+    how = f"{row['how']}: {row['why']}" if row["why"] else row["how"]
+    recall = " | ".join(f"{row['recall_at_10'][str(n)]:.4f}" for n in (1, 8, 32))
     return (
-        f"| {row['moves']} | {row['how']} | {row['moved']:,} of {row['rows']:,} | "
-        f"{row['bytes_written'] / 1e6:,.1f} MB | {row['bytes_share']:.2%} | {row['cpu_s']:,.1f} | "
-        f"{row['cpu_share']:.1%} | {recall} |\n"
+        f"| {row['moves']} | {row['turn']} | {how} | {row['bytes_share']:.2%} | {row['layers']} | "
+        f"{row['pieces_mean']:.1f} | {row['pieces_max']} | {row['dead_share']:.1%} | {row['files']} | "
+        f"{row['cpu_s']:.1f} | {row['search_cpu_s']:.2f} | {recall} |\n"
     )
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    found = []
+    bench = Bench(options, folder)
+    for kind in options.kind or KINDS:
+        rows = bench.many(kind) if options.times > 1 else iter([bench.one(kind)])
+        for row in rows:
+            found.append(row)
+            if not options.json:  # as each is done: a million rows take a while
+                sys.stdout.write(line(row) if options.times > 1 else table(row))
+                sys.stdout.flush()
+    return found
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
@@ -168,20 +326,21 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--lists", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--lists-per-block", type=int, default=16)
     parser.add_argument("--moved", type=float, default=0.01)
     parser.add_argument("--kind", choices=KINDS, action="append", help="default: both")
-    parser.add_argument("--far", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, help="full builds with so many trainings")
+    parser.add_argument("--times", type=int, default=1, help="increments one over the other")
     parser.add_argument("--folder", help="where shards are written; default: the temp folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    found = []
-    if not options.json:
-        sys.stdout.write(HEAD)
-    for kind in options.kind or KINDS:
-        found.append(one(options, kind))
-        if not options.json:  # as each is done: a million rows take a while
-            sys.stdout.write(line(found[-1]))
-            sys.stdout.flush()
+    folder = Path(tempfile.mkdtemp(prefix="fabric-bench-", dir=options.folder))
+    if not options.json and options.times > 1:
+        sys.stdout.write(MANY)
+    try:
+        found = measure(options, folder)
+    finally:
+        shutil.rmtree(folder)
     if options.json:
         sys.stdout.write(json.dumps(found) + "\n")
     return found

@@ -8,7 +8,7 @@ import pytest
 from assets.automation import RESULTS_TAG
 from assets.indexes import SHARD_KEY
 from assets.lineage import latest, require_latest, results_key, submission_key
-from assets.upkeep import CURRENT_KEY, SOURCE_KEY, observed_version
+from assets.upkeep import CURRENT_KEY, SOURCE_KEY, observed_versions
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
@@ -80,7 +80,7 @@ def test_all_assets_are_materialised_on_the_persistent_instance(demo: Demo) -> N
         assert current["manifest_sha256"] == built["manifest_sha256"]
         (once,) = instance.fetch_materializations(CURRENT_KEY, limit=9).records
         assert once.asset_key == CURRENT_KEY
-        assert observed_version(instance, built["shard"]) == f"{built['generation']}-fresh"
+        assert observed_versions(instance)[built["shard"]] == f"{built['generation']}-fresh"
         run = instance.get_run_by_id(demo.reports[1]["run_id"])
         for check in graph.asset_check_keys:
             record = instance.get_latest_asset_check_evaluation_record(check)

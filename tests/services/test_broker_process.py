@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,39 @@ def test_bad_input_is_refused_with_its_type_and_journals_nothing(broker: Broker)
             client.submit(submission_of([*good, *good], 3), good)
 
 
+def test_a_submission_that_will_never_be_whole_is_abandoned_and_what_came_of_it_lands(
+    broker: Broker,
+) -> None:
+    batches = [tasks_of([10] * 3), tasks_of([20] * 5, seed=1)]
+    wrong = replace(submission_of(batches, 4), fingerprint="ab" * 32)
+    with broker.client("producer") as client:
+        with pytest.raises(SubmissionConflict, match="nothing of it was taken"):
+            client.submit(replace(submission_of(batches[:1], 5), fingerprint="0" * 64), batches[:1])
+        assert client.submission(f"{5:064x}") is None
+        with pytest.raises(SubmissionConflict, match=r"abandon 0{63}4"):
+            client.submit(wrong, batches)
+        left = client.submission(wrong.submission_id)
+        assert left is not None
+        assert (left.enqueued, left.closed) == (3, False)
+    told = subprocess.run(
+        [sys.executable, "-m", "fabric_pipelines", "broker", "abandon", f"{4:064x}", "--json"],
+        env={**os.environ, **broker.settings.as_environment()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert (found["enqueued"], found["closed"], found["abandoned"]) == (3, True, True)
+    assert len(finish_everything(broker)) == 3
+    with broker.client("producer") as client:
+        state = client.wait(wrong.submission_id, timeout_s=10)
+        assert (state.finished, state.retired) == (True, 3)
+        with pytest.raises(SubmissionConflict, match="abandoned with 3 of its 8 tasks"):
+            client.submit(wrong, batches)
+
+
 def test_roles_are_held_to_what_they_may_do(broker: Broker, worker: BrokerClient) -> None:
     batches = [tasks_of([20] * 2)]
     submit(broker, submission_of(batches), batches)
@@ -419,6 +453,24 @@ def test_a_damaged_journal_is_refused_at_start_with_the_code_of_its_kind(broker:
         rf"segment {active} is damaged at offset \d+: bytes \d+\.\.\d+, the frame of kind 1 with LSN \d+ were",
         sentence,
     ), sentence
+
+
+def test_a_refused_start_names_the_rows_that_the_damage_costs(broker: Broker) -> None:
+    batches = [tasks_of([20 + at] * 10, seed=at) for at in range(3)]
+    header = submission_of(batches)
+    submit(broker, header, batches)
+    broker.end(signal.SIGTERM)
+    (active,) = broker.settings.journal_dir.glob("*.segment")
+    content = bytearray(active.read_bytes())
+    at = content.index(b'"first_row":10')
+    content[at + 600] ^= 1
+    active.write_bytes(content)
+    code, errors = broker.refused()
+    kind, sentence = from_line(errors.splitlines()[-1]) or (None, "")
+    assert (kind, code) == (CorruptionFound, 4)
+    assert f"rows 10-19 of submission {header.submission_id[:12]}" in sentence, sentence
+    assert "10 tasks have their row or outcome there" in sentence
+    assert sentence.endswith("submit these rows again")
 
 
 def raw_upload(broker: Broker, command: bytes, batch: pa.RecordBatch, note: bytes) -> str:

@@ -270,9 +270,11 @@ def test_catching_up_without_a_daemon_is_a_tick(fabric: Fabric) -> None:
     assert requested(requests) == list(NAMES)
     assert [REPORT_TAG in item.tags for item in requests] == [True, True, False]
     assert fresh.get_dynamic_partitions("shards") == list(NAMES)
-    assert [upkeep.observed_version(fresh, name) for name in NAMES] == [
-        "1-fresh", "1-fresh", "1-changed",
-    ]  # fmt: skip
+    assert upkeep.observed_versions(fresh) == {
+        "alpha": "1-fresh",
+        "beta": "1-fresh",
+        "gamma": "1-changed",
+    }
     fresh.dispose()
 
 

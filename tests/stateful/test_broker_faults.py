@@ -180,7 +180,7 @@ def cold_life() -> Life:
     for mark in range(32, 44):  # over the files that segments left when they went cold
         life.submit(mark, [3])
         life.bench.disk.roll()
-        if not life.bench.disk._free:
+        if not life.bench.disk._shelf.free:
             break
     life.bench.close()
     with life.bench_again().disk as journal:

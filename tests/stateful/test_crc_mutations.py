@@ -17,11 +17,15 @@ from fabric_pipelines.testing.damage_judge import ALL, DamageJudge
 from fabric_pipelines.testing.sim_disk import SimDisk
 from tests.mutations import Site, crc_sites, take_out
 
-KEPT = {"segment", "index", "checkpoint", "stub", "object", "identity"}
+KEPT = {"segment", "index", "checkpoint", "stub", "object", "identity", "foreign"}
 CARRIED = {"fetch", "put", "read-back", "upload", "lease", "pull", "completion"}
 AGAINST_CRASHES = {"unpack_header", "frame_at", "read_index", "_closes"}
 SITES = crc_sites()
 RED: dict[str, list[str]] = {}
+NOT_NEEDED = {
+    "Checkpoints.require": "damage under a running broker, between the CHECKPOINT fact and the DROP that relies on it: "
+    "tests/unit/broker/test_files_underway.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,9 @@ def test_whatever_is_damaged_is_refused_by_name_or_without_effect(life: Life) ->
     assert found.keys() == KEPT | CARRIED | {ALL}
     assert found[ALL]["states"] >= 1300
     assert found[ALL]["served"] == 0
-    assert all(found[thing]["harmless"] == 0 for thing in CARRIED | {"object"})
-    assert all(found[thing]["refused"] >= 30 for thing in found.keys() - {"index"})
+    assert all(found[thing]["harmless"] == 0 for thing in CARRIED | {"object", "foreign"})
+    assert all(found[thing]["refused"] >= 30 for thing in found.keys() - {"index", "foreign"})
+    assert found["foreign"]["refused"] >= 12
     assert found["index"]["harmless"] == found["index"]["states"] > 100, "it is a cache"
 
 
@@ -75,12 +80,14 @@ def test_another_course_is_a_whole_segment_by_itself(life: Life) -> None:
     assert (scan.last_lsn, scan.end) == (seal.control.last_lsn, end)
     assert scan.chain == other.index.chain != seal.control.chain
     assert (scan.offsets, scan.kinds) == (other.index.offsets, other.index.kinds)
+    assert scan.crcs == other.index.crcs
     assert path.parent == FOLDER
 
 
 def test_every_comparison_is_found() -> None:
-    assert len(SITES) >= 14
-    assert {site.name for site in SITES} > AGAINST_CRASHES
+    assert len(SITES) >= 19
+    assert set(NOT_NEEDED) <= {site.name for site in SITES}
+    assert {site.name for site in SITES} > AGAINST_CRASHES | {"Segment.is_own", "_refuse_shortened"}
 
 
 def enumerate_without_chance(life: Life) -> None:
@@ -94,10 +101,13 @@ def test_without_any_one_crc_test_the_enumeration_is_red(
     site: Site, life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In states that hold no chance; the whole source keeps every promise in them (above, and test_broker_crash.py)."""
+    if site.name in NOT_NEEDED:
+        RED[str(site)] = [f"green, and may be: {NOT_NEEDED[site.name]}"]
+        return
     take_out(site, monkeypatch)
     with pytest.raises(Broken) as broken:
         enumerate_without_chance(life)
-    RED.setdefault(str(site), []).append(f"{broken.value.kind}, {str(broken.value)[:100]}")
+    RED.setdefault(str(site), []).append(f"red: {broken.value.kind}, {str(broken.value)[:100]}")
 
 
 @pytest.mark.timeout(600)
@@ -115,5 +125,5 @@ def test_every_comparison_has_its_line(capsys: pytest.CaptureFixture[str]) -> No
     """The list for the reader of a log; complete whenever this file ran whole."""
     with capsys.disabled():
         for name, verdicts in sorted(RED.items()):
-            print(f"\n  {name}: red: {'; '.join(verdicts)}", end="")  # noqa: T201
+            print(f"\n  {name}: {'; '.join(verdicts)}", end="")  # noqa: T201
     assert not RED or set(RED) == set(map(str, SITES))

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
+from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import EngineFailed
 from fabric_pipelines.worker.engines.door import EngineStats
 from fabric_pipelines.worker.engines.tasks import Outbox, Outcome, Task
 
 
-class RequestDriver(Protocol):
-    """An answer has the `request` it is to, with its task and when it was added, and when it ended, in us."""
+class RequestDriver(ABC):
+    """What is the same of the threads that touch an engine's library: how answers and the end of it reach the loop.
 
-    busy_s: float
+    `_changed` guards what both sides touch. An answer has the `request` it is to, with its task and when it was added,
+    and when it ended, in us. A fault of the library is raised once everything that ended before it was taken.
+    """
 
-    def take(self, timeout_s: float) -> Sequence[Any]: ...
-    def tasks(self) -> list[Task]: ...
-    def withdraw(self) -> list[Task]: ...
+    def __init__(self, name: str, clock: Clock) -> None:
+        self._name, self._clock = name, clock
+        self._changed = threading.Condition()
+        self._answers: list[Any] = []
+        self._fault: Exception | None = None
+        self.busy_s = 0.0
+
+    def take(self, timeout_s: float) -> list[Any]:
+        """What has ended since; waits at most `timeout_s` for the first. EngineFailed once nothing more will
+        come: everything that ended before was handed out."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers or self._fault, timeout_s)
+            answers, self._answers = self._answers, []
+            if not answers:
+                self._require_alive()
+            return answers
+
+    def _require_alive(self) -> None:
+        if self._fault is None and (wedged := self._wedged()):
+            self._fault = RuntimeError(wedged)
+        if self._fault is not None:
+            raise EngineFailed(
+                f"{self._name} failed: {type(self._fault).__name__}: {self._fault}"
+            ) from self._fault
+
+    @abstractmethod
+    def _wedged(self) -> str:
+        """Why nothing more will come though the library raised nothing; empty while it works."""
+
+    @abstractmethod
+    def tasks(self) -> list[Task]:
+        """Every task that was added and not taken."""
+
+    @abstractmethod
+    def withdraw(self) -> list[Task]:
+        """Take back what can still be run elsewhere at no loss."""
 
 
 D = TypeVar("D", bound=RequestDriver)

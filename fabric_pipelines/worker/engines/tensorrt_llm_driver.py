@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.worker.engines.by_request import RequestDriver
 from fabric_pipelines.worker.engines.stepping import FAILED_STEPS_MAX
 from fabric_pipelines.worker.engines.tasks import Task
 
@@ -43,7 +43,7 @@ class Answer:
     ended_us: int
 
 
-class Driver:
+class Driver(RequestDriver):
     """submit: makes the library's request of a task and its parameters, in the loop; inside_max: requests that the
     library holds at most."""
 
@@ -55,18 +55,14 @@ class Driver:
         inside_max: int,
         clock: Clock,
     ) -> None:
-        self._submit, self._name, self._clock = submit, name, clock
-        self._inside_max = inside_max
-        self._changed = threading.Condition()
+        super().__init__(name, clock)
+        self._submit, self._inside_max = submit, inside_max
         self._waiting: deque[Request] = deque()
         self._inside: dict[int, Request] = {}
-        self._answers: list[Answer] = []
         self._closing = False
-        self._fault: Exception | None = None
         self._failed = 0  # in a row
         self._ended_s = clock.monotonic_s()
         self._busy_since_s: float | None = None
-        self.busy_s = 0.0
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=f"{name}-requests", daemon=True)
@@ -78,16 +74,6 @@ class Driver:
         with self._changed:
             self._waiting.extend(requests)
         self._wake()
-
-    def take(self, timeout_s: float) -> list[Answer]:
-        """What has ended since; waits at most `timeout_s` for the first. EngineFailed once nothing more will
-        come: everything that ended before was handed out."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answers or self._fault, timeout_s)
-            answers, self._answers = self._answers, []
-            if not answers:
-                self._require_alive()
-            return answers
 
     def tasks(self) -> list[Task]:
         """Every task that was added and not taken."""
@@ -109,17 +95,11 @@ class Driver:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(JOIN_S if self._fault is None else 0.1)
 
-    def _require_alive(self) -> None:
+    def _wedged(self) -> str:
         quiet_s = self._clock.monotonic_s() - self._ended_s
-        if self._fault is None and self._inside and quiet_s > STALL_S:
-            held = len(self._inside)
-            self._fault = RuntimeError(
-                f"nothing ended for {quiet_s:.0f} s with {held} requests inside"
-            )
-        if self._fault is not None:
-            raise EngineFailed(
-                f"{self._name} failed: {type(self._fault).__name__}: {self._fault}"
-            ) from self._fault
+        if not self._inside or quiet_s <= STALL_S:
+            return ""
+        return f"nothing ended for {quiet_s:.0f} s with {len(self._inside)} requests inside"
 
     # ---- the thread's side
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.device import calls
+from fabric_pipelines.worker.engines.by_request import RequestDriver
 from fabric_pipelines.worker.engines.tasks import Task
 
 ADDS_PER_TURN = 256  # 0.1 ms each: more would keep finished requests waiting for a step's time
@@ -46,7 +47,7 @@ class Answer:
     ended_us: int
 
 
-class Driver:
+class Driver(RequestDriver):
     """engine: vLLM's LLMEngine; prompt_of: how it wants token ids to be wrapped; is_dead: whether its scheduler
     process is known to be gone (killed, it leaves `step` blocked for ever)."""
 
@@ -59,18 +60,14 @@ class Driver:
         is_dead: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        self._engine, self._name, self._clock = engine, name, clock
-        self._prompt_of, self._is_dead = prompt_of, is_dead
-        self._changed = threading.Condition()
+        super().__init__(name, clock)
+        self._engine, self._prompt_of, self._is_dead = engine, prompt_of, is_dead
         self._inbox: list[Request] = []
         self._inside: dict[str, Request] = {}
-        self._answers: list[Answer] = []
         self._withdrawn: list[Request] = []
         self._asked_back = False
         self._closing = False
-        self._fault: Exception | None = None
         self._stepped_s = clock.monotonic_s()
-        self.busy_s = 0.0
         self.steps = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
         self._thread.start()
@@ -86,16 +83,6 @@ class Driver:
         with self._changed:
             self._inbox.extend(requests)
             self._changed.notify_all()
-
-    def take(self, timeout_s: float) -> list[Answer]:
-        """What has ended since; waits at most `timeout_s` for the first. EngineFailed once nothing more will
-        come: everything that ended before was handed out."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answers or self._fault, timeout_s)
-            answers, self._answers = self._answers, []
-            if not answers:
-                self._require_alive()
-            return answers
 
     def tasks(self) -> list[Task]:
         """Every task that was added and not taken."""
@@ -124,20 +111,15 @@ class Driver:
         # After a fault the thread has ended, or is blocked in vLLM for good.
         self._thread.join(JOIN_S if self._fault is None else 0.0)
 
-    def _require_alive(self) -> None:
+    def _wedged(self) -> str:
         quiet_s = self._clock.monotonic_s() - self._stepped_s
-        if self._fault is None and self._inside:
-            if self._is_dead():
-                self._fault = RuntimeError("its scheduler process has ended")
-            elif quiet_s > STALL_S:
-                held = len(self._inside)
-                self._fault = RuntimeError(
-                    f"it made no step for {quiet_s:.0f} s with {held} requests inside"
-                )
-        if self._fault is not None:
-            raise EngineFailed(
-                f"{self._name} failed: {type(self._fault).__name__}: {self._fault}"
-            ) from self._fault
+        if not self._inside:
+            return ""
+        if self._is_dead():
+            return "its scheduler process has ended"
+        if quiet_s > STALL_S:
+            return f"it made no step for {quiet_s:.0f} s with {len(self._inside)} requests inside"
+        return ""
 
     # ---- the thread's side
 
@@ -185,7 +167,8 @@ class Driver:
         return None
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        with calls.engine():
+            outputs = self._engine.step()
         self.steps += 1
         self._stepped_s = self._clock.monotonic_s()
         ended_us = self._clock.wall_us()

@@ -445,7 +445,7 @@ def test_on_a_full_disk_outcomes_wait_before_retirements_do(bench: DiskBench) ->
                 raise OSError(28, "no space")
             bench.ops.fallocate(fd, size)
 
-    bench.disk._ops = Full()  # type: ignore[assignment]
+    bench.disk._ops = bench.disk._shelf._ops = Full()  # type: ignore[assignment]
 
     def refused() -> bool:
         try:
@@ -483,5 +483,14 @@ def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     assert set(vars(State(1).index)) == index
     lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers", "opened_at"}
     assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting", "away"}
-    record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
+    record = {
+        "index",
+        "header",
+        "closed",
+        "rows",
+        "tokens",
+        "batches",
+        "first_sequence",
+        "lanes",
+    } | {"abandoned"}
     assert set(SubmissionRecord.__dataclass_fields__) == record

@@ -454,7 +454,10 @@ def test_scrub_and_verify_cover_the_cold_tier(bench: DiskBench, store: MemorySto
     assert not report.ok
     (said,) = report.differences
     assert said.startswith(f"memory://cold/{name} is damaged in its ENQUEUE frame: bytes ")
-    assert f"LSN {lsn}, 10 tasks need it ({away[0]}-{away[9]}); restore that object" in said
+    (rows,) = frame.rows
+    assert rows.rows == "0-9"
+    needed = f"LSN {lsn}, 10 tasks need it ({away[0]}-{away[9]}; {rows}); restore that object"
+    assert needed in said
     assert bench.owner.core.fault == "", "other lanes go on"
     del store.objects[name]
     found = {frame.lsn: frame for frame in scrub(bench).damaged}

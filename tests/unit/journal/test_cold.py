@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
@@ -22,7 +25,7 @@ from fabric_pipelines.journal.stub import unpack_stub
 from fabric_pipelines.testing.memory_store import MemoryStore
 
 SEGMENT_BYTES = 8192
-FIXTURE = Path(__file__).parent / "fixtures" / "stub-1.bin"
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def payload(lsn: int) -> bytes:
@@ -200,33 +203,119 @@ def test_a_flipped_bit_anywhere_in_an_object_is_never_believed_and_always_found(
         assert journal.cold.scrub(segment).damaged, at
 
 
-def test_an_object_that_is_whole_in_itself_but_not_what_was_put_is_found_by_the_scrub(
-    tmp_path: Path,
-) -> None:
-    """As of a journal that was copied and went another way: every frame of it is whole and in its place."""
+@pytest.fixture
+def two_courses(tmp_path: Path) -> tuple[MemoryStore, bytes]:
+    """The store of a journal in `a` with one cold segment, and the object of a copy of that journal that went another
+    way: every frame of it is whole in itself, of the right epoch and LSN, and in its place."""
     stores = []
     opened(tmp_path / "a", MemoryStore()).close()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     for name, mark in (("a", 1), ("b", 2)):
         stores.append(MemoryStore())
         with opened(tmp_path / name, stores[-1]) as made:
-            for _ in range(2):
+            for epoch in range(1, 5):
                 for _ in range(5):
                     made.append(3, bytes([mark]) * 300, rows=1, time_us=1)
                 made.commit()
                 made.roll()
-            go_cold(made, 1)
+                if epoch == 2:
+                    go_cold(made, 1)
     ours, theirs = stores
+    ours.read_bytes = 0
     (name,) = ours.objects
     assert len(ours.objects[name]) == len(theirs.objects[name])
     assert ours.objects[name] != theirs.objects[name]
-    with opened(tmp_path / "a", ours) as made:
+    return ours, theirs.objects[name]
+
+
+def as_version_1(folder: Path) -> None:
+    """The stub in `folder`, as it was written before stubs had CRCs of frames."""
+    (path,) = folder.glob("*.cold")
+    uuid = bytes.fromhex(json.loads((folder / "identity.json").read_text())["journal_id"])
+    stub = unpack_stub(memoryview(path.read_bytes()), uuid)
+    assert stub is not None
+    path.write_bytes(replace(stub, crcs=array("I")).pack(uuid))
+    assert path.read_bytes()[4] == 1
+
+
+STUBS = pytest.mark.parametrize("version", [1, 2])
+PARTS = pytest.mark.parametrize("part", ["all", "one frame", "the second half"])
+
+
+@STUBS
+@PARTS
+def test_a_foreign_object_that_is_whole_in_itself_is_refused_at_the_first_read(
+    tmp_path: Path, two_courses: tuple[MemoryStore, bytes], version: int, part: str
+) -> None:
+    store, other = two_courses
+    (name,) = store.objects
+    good = store.objects[name]
+    if version == 1:
+        as_version_1(tmp_path / "a")
+    with opened(tmp_path / "a", store) as made:
         segment = made.sealed_segment(1)
         assert segment is not None
         assert made.cold.scrub(segment).damaged == ()
-        ours.objects[name] = theirs.objects[name]
-        with pytest.raises(ColdLost, match="is not what was put: LSN 1"):
-            made.cold.scrub(segment)
+        edges = [*segment.offsets, segment.end]
+        hit = {"all": range(1, 6), "one frame": range(3, 4)}.get(part, range(3, 6))
+        begin, end = edges[hit[0] - 1], edges[hit[-1]]
+        mixed = other if part == "all" else good[:begin] + other[begin:end] + good[end:]
+        store.objects[name] = mixed
+        refused = range(1, 6) if version == 1 else hit
+        for lsn in range(1, 6):
+            if lsn in refused:
+                with pytest.raises(ColdLost, match=f"{name} of the cold tier (was|is not)"):
+                    made.read(lsn)
+            else:
+                assert bytes(made.read(lsn).payload) == b"\1" * 300
+        assert made.holdings[0].cold
+        with pytest.raises(ColdLost, match=r"restore that object"):
+            list(made.replay())
+        if part == "all" or version == 1:
+            with pytest.raises(ColdLost, match=r"is not what was put: LSN 1\.\.5"):
+                made.cold.scrub(segment)
+        else:
+            assert [bad.lsn for bad in made.cold.scrub(segment).damaged] == list(hit)
+        store.objects[name] = good
+        assert [bytes(made.read(lsn).payload) for lsn in range(1, 6)] == [b"\1" * 300] * 5
+
+
+def test_the_first_use_of_an_old_stub_reads_its_object_once(
+    tmp_path: Path, two_courses: tuple[MemoryStore, bytes]
+) -> None:
+    store, _ = two_courses
+    as_version_1(tmp_path / "a")
+    with opened(tmp_path / "a", store) as made:
+        assert store.read_bytes == 0, "an open needs nothing from the store"
+        made.read(2)
+        once = store.read_bytes
+        (content,) = store.objects.values()
+        assert len(content) <= once < 2 * len(content)
+        made.read(4)
+        assert store.read_bytes - once < 512
+    (path,) = (tmp_path / "a").glob("*.cold")
+    assert path.read_bytes()[4] == 1
+
+
+def test_a_foreign_frame_in_a_segment_that_is_here_is_refused_at_the_first_read_and_by_the_scrub(
+    tmp_path: Path, two_courses: tuple[MemoryStore, bytes]
+) -> None:
+    """As after a lost write over what a life before had written there: a lazy open looks at no frame."""
+    store, _ = two_courses
+    with opened(tmp_path / "a", store) as made:
+        ends = [*made._segments[1].offsets, made._segments[1].end]
+        here = made._segments[1].path
+    content = bytearray(here.read_bytes())
+    theirs = next((tmp_path / "b").glob(here.name)).read_bytes()
+    content[ends[1] : ends[2]] = theirs[ends[1] : ends[2]]
+    here.write_bytes(content)
+    with opened(tmp_path / "a", store) as made:
+        lsn = made._segments[1].first_lsn + 1
+        for read in (made.read, made.view):
+            with pytest.raises(CorruptionFound, match=f"offset {ends[1]}: LSN {lsn} cannot"):
+                read(lsn)
+        assert bytes(made.read(lsn + 1).payload) == b"\1" * 300
+        assert [bad.lsn for bad in made.scrub(1 << 20).damaged] == [lsn]
 
 
 def test_a_stub_with_any_byte_flipped_is_refused_where_it_is_all_there_is(
@@ -284,20 +373,24 @@ def test_files_of_cold_segments_do_not_pile_up_on_this_disk(
         assert {frame.lsn for frame in journal.replay()} == set(range(1, journal.next_lsn))
 
 
-def test_a_stub_is_what_the_page_says() -> None:
-    """FORMAT.md, "Stub file", written out a second time; the fixture is what this version wrote first."""
+@STUBS
+def test_a_stub_is_what_the_page_says(version: int) -> None:
+    """FORMAT.md, "Stub file", written out a second time; the fixtures are what each version wrote first."""
     uuid = bytes(range(16))
     body = struct.pack(
-        "<4sIQQQQQQIIIII16s", b"FPT\1", 1, 7, 101, 3, 4096, 103, 5, 11, 12, 2, 13, 9, uuid
+        "<4sIQQQQQQIIIII16s", b"FPT\1", version, 7, 101, 3, 4096, 103, 5, 11, 12, 2, 13, 9, uuid
     )
     body += b"s3://b/kk" + struct.pack("<3Q3H", 128, 256, 512, 2, 5, 9)
+    crcs = [0xFFFFFFFF, 0, 77] if version == 2 else []
+    body += struct.pack(f"<{len(crcs)}I", *crcs)
     made = body + struct.pack("<I", google_crc32c.value(body))
-    assert FIXTURE.read_bytes() == made
+    assert (FIXTURES / f"stub-{version}.bin").read_bytes() == made
     stub = unpack_stub(memoryview(made), uuid)
     assert stub is not None
     assert (stub.epoch, stub.first_lsn, stub.last_lsn, stub.size) == (7, 101, 103, 4096)
     assert (stub.durable_lsn, stub.low_epoch, stub.start_chain, stub.chain) == (103, 5, 11, 12)
     assert (stub.opens, stub.crc, stub.where) == (2, 13, "s3://b/kk")
     assert (stub.offsets.tolist(), stub.kinds.tolist()) == ([128, 256, 512], [2, 5, 9])
+    assert stub.crcs.tolist() == crcs
     assert stub.pack(uuid) == made
     assert unpack_stub(memoryview(made), uuid[::-1]) is None

@@ -148,8 +148,9 @@ def test_a_segment_of_another_journal_is_refused(tmp_path: Path, journal_format:
         Journal.open(tmp_path / "j", segment_bytes=SEGMENT_BYTES)
 
 
+@pytest.mark.parametrize("version", [1, 2])  # a file of version 1 is none: the segment is read
 def test_an_index_file_is_what_the_page_says_and_one_made_from_it_is_believed(
-    tmp_path: Path,
+    tmp_path: Path, version: int
 ) -> None:
     with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES) as journal:
         uuid = bytes.fromhex(journal.journal_id)
@@ -158,16 +159,32 @@ def test_an_index_file_is_what_the_page_says_and_one_made_from_it_is_believed(
         journal.commit()
         journal.roll()
     index, segment = tmp_path / "00000001.index", tmp_path / "00000001.segment"
-    seal = segment.read_bytes().rindex(b"FPJ\1")
-    chain = struct.unpack_from("<QQQQI", segment.read_bytes(), seal + 64)[4]
-    body = struct.pack("<4sIQQQQI16s", b"FPI\1", 1, 1, 1, 3, seal + 128, chain, uuid)
+    content = segment.read_bytes()
+    seal = content.rindex(b"FPJ\1")
+    chain = struct.unpack_from("<QQQQI", content, seal + 64)[4]
+    body = struct.pack("<4sIQQQQI16s", b"FPI\1", version, 1, 1, 3, seal + 128, chain, uuid)
     body += struct.pack("<3Q3H", 256, 448, 640, 5, 6, 9)
+    if version == 2:
+        body += b"".join(content[at + 60 : at + 64] for at in (256, 448, 640))
     made = body + struct.pack("<I", google_crc32c.value(body))
-    assert index.read_bytes() == made
+    assert (index.read_bytes() == made) == (version == 2)
     index.write_bytes(made + b"left from an earlier use")
     with Journal.open(tmp_path, segment_bytes=SEGMENT_BYTES, lazy=True) as journal:
-        assert journal._segments[0].unread == bytearray(b"\1\1\1")
+        unread = bytearray(b"\1\1\1") if version == 2 else None
+        assert journal._segments[0].unread == unread
         assert journal.lsns_of(6) == [2]
+
+
+def test_a_control_frame_that_names_another_first_lsn_than_it_has_is_none(tmp_path: Path) -> None:
+    content = segment_by_hand(2)
+    headers = headers_of(content)
+    good = control(DURABLE, 2, 2, 2, chain=chain_of(2, *headers[1:-1]))
+    assert content.endswith(good)
+    bad = control(DURABLE, 1, 2, 2, chain=chain_of(2, *headers[1:-1]))
+    for name, last, cut in (("good", good, 0), ("bad", bad, 1)):
+        journal_by_hand(tmp_path / name, content[: -len(good)] + last, 2)
+        with Journal.open(tmp_path / name, segment_bytes=SEGMENT_BYTES) as journal:
+            assert (journal.recovered.last_lsn, journal.recovered.cut_frames) == (2, cut)
 
 
 def test_the_chain_depends_on_what_the_frames_hold() -> None:

@@ -438,7 +438,7 @@ def test_a_file_is_not_written_again_while_somebody_looks_at_it(tmp_path: Path) 
         assert mapped
         name = journal.holdings[0].name
         journal.recycle_below(40)
-        assert name not in [path.name for path in journal._free]
+        assert name not in [path.name for path in journal._shelf.free]
         content = bytes(frame.payload)
         for n in range(40):
             append(journal, bytes([n]) * 900)

@@ -10,7 +10,7 @@ import pytest
 from fabric_pipelines import receipts, shards
 from fabric_pipelines.errors import SchemaError, UsageError
 from fabric_pipelines.receipts import rebuilding
-from fabric_pipelines.shards import building, content
+from fabric_pipelines.shards import building, compaction, content
 
 
 def test_a_rebuild_is_identical_and_leaves_nothing_behind(store, tmp_path, receipt):
@@ -146,6 +146,29 @@ def test_an_increment_is_replayed_over_its_parent_and_identical(store, tmp_path,
     assert receipts.verify(store, tmp_path, second.receipt_id).differences == ()
     done = receipts.rebuild(store, tmp_path, second.receipt_id)
     assert (done.verdict, done.differences) == ("identical", ())
+
+
+def test_increments_that_fold_layers_and_rewrite_lists_are_replayed_to_the_byte_too(
+    store, tmp_path, receipt, monkeypatch
+):
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.1)
+    with shards.open_shard(store, tmp_path, "notes") as shard:
+        vectors, ids = shard.list_rows(2)
+    most, layers = len(ids) * 3 // 4, []
+    for turn, (moved, to) in enumerate(
+        [(ids[:3], vectors[:3] * 2), (ids[:most], vectors[:most] * 3), (ids[:2], vectors[:2] * 4)]
+    ):
+        store.put(moved, to)
+        store.remove(np.array([(5 << 40) + 30 + turn]))
+        refreshed_now = shards.refresh(store, tmp_path, "notes")
+        assert refreshed_now.how == "increment"
+        increment = refreshed_now.generation.manifest.increment
+        layers.append([layer[-1] for layer in increment.layers])
+        issued = receipts.issue(store, tmp_path, "notes")
+        assert receipts.verify(store, tmp_path, issued.receipt_id).differences == ()
+        done = receipts.rebuild(store, tmp_path, issued.receipt_id)
+        assert (done.verdict, done.differences) == ("identical", ())
+    assert layers == [[3], [len(ids)], [len(ids), 2]]  # added, folded with its list, added
 
 
 def test_an_increment_whose_parent_is_gone_is_measured_against_a_full_build_and_says_so(

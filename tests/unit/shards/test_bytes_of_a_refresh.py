@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.bench import rebuild
@@ -25,12 +27,40 @@ def test_one_percent_of_the_rows_is_at_most_three_percent_of_the_bytes(
     assert int(str(row["files_linked"])) >= 7 * 3  # every block of vectors, ids and columns
 
 
+def test_moves_confined_to_a_hundredth_of_the_lists_write_those_lists_and_no_other(
+    measured: dict[str, dict[str, object]],
+) -> None:
+    row = measured["confined"]
+    assert (row["lists"], row["lists_moved"]) == (100, 1)
+    assert (row["lists_written"], row["lists_written_and_unmoved"]) == (1, 0)
+    assert row["pieces_max"] == 1  # no list is left in two places
+
+
+def test_random_moves_reach_most_lists_and_none_is_rewritten_whole(
+    measured: dict[str, dict[str, object]],
+) -> None:
+    row = measured["random"]
+    assert int(str(row["lists_moved"])) > 90
+    assert row["lists_written_and_unmoved"] == 0
+    assert row["layers"] == 1
+
+
+@pytest.mark.parametrize("asked", ["rows", "moved"])
 @pytest.mark.parametrize("moves", ["random", "confined"])
-def test_probes_find_as_much_as_after_a_full_build(
+def test_probes_find_as_much_as_after_a_full_build_along_the_same_centroids(
+    measured: dict[str, dict[str, object]], moves: str, asked: str
+) -> None:
+    """To the last hit: each moved row lies where a full build puts it."""
+    row: Any = measured[moves]
+    assert row["recall_at_10"][asked] == row["full"]["same centroids"]["recall_at_10"][asked]
+
+
+@pytest.mark.parametrize("moves", ["random", "confined"])
+def test_probes_find_as_much_as_after_a_full_build_with_new_centroids(
     measured: dict[str, dict[str, object]], moves: str
 ) -> None:
-    part, full = (measured[moves][name] for name in ("recall_at_10", "recall_at_10_full"))
-    assert isinstance(part, dict)
-    assert isinstance(full, dict)
-    assert part["8"] == pytest.approx(full["8"], abs=0.005)
+    row: Any = measured[moves]
+    full = row["full"]["seed 1"]["recall_at_10"]["rows"]
+    for nprobe in ("8", "16", "32"):
+        assert row["recall_at_10"]["rows"][nprobe] == pytest.approx(full[nprobe], abs=0.005)
     assert full["8"] > 0.5

@@ -11,7 +11,7 @@ from fabric_pipelines import shards
 from fabric_pipelines.analytics.search import exact_topk
 from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import UsageError
-from fabric_pipelines.shards import renewal
+from fabric_pipelines.shards import compaction, renewal
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.unit.shards.test_generation import CrashingStore, RecordingDisk, WorldEnded
 
@@ -117,8 +117,13 @@ def test_rows_that_cannot_be_indexed_come_and_go_through_quarantine(built, rows,
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(st.tuples(st.sets(st.integers(0, 450), max_size=12), st.booleans()), max_size=4))
-def test_any_sequence_of_moves_answers_like_a_brute_force(rows, tmp_path_factory, deeds):
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 450), max_size=12), st.booleans()), max_size=4),
+    st.sampled_from([0.0, 0.015, 0.5]),
+)
+def test_any_sequence_of_moves_answers_like_a_brute_force(
+    rows, tmp_path_factory, deeds, written_again
+):
     store, root = MemoryVectorStore(), tmp_path_factory.mktemp("shards")
     store.put(*rows)
     build(store, root, metric="l2")
@@ -129,7 +134,9 @@ def test_any_sequence_of_moves_answers_like_a_brute_force(rows, tmp_path_factory
             store.remove(ids[np.isin(ids, list(store.rows))])
         elif len(ids):
             store.put(ids, rng.standard_normal((len(ids), DIM)) * 3)
-        done = refreshed(store, root)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(compaction, "REWRITTEN_FRACTION_MAX", written_again)
+            done = refreshed(store, root)
         assert_hash_is_that_of_a_full_read(store, done.generation)
     assert_like_brute_force(store, root, "l2")
     assert shards.scrub(store, root, "notes").ok
@@ -157,6 +164,93 @@ def test_a_list_that_outgrew_itself_is_split_and_a_shrunken_one_dissolved(tmp_pa
     assert not any(BASE in half and BASE + 1000 in half for half in halves)
     assert_like_brute_force(store, tmp_path, "l2")
     assert renewal.probed_recall(shards.open_shard(store, tmp_path, "notes")) > 0.99
+
+
+# What is written again
+
+
+def pieces(store, root):
+    """How many stretches of stored rows each list lies in."""
+    with shards.open_shard(store, root, "notes") as shard:
+        return [
+            sum(len(ids) > 0 for _, ids in shard._pieces(number))
+            for number in range(shard.manifest.lists)
+        ]
+
+
+def rows_of_list(store, root, number):
+    with shards.open_shard(store, root, "notes") as shard:
+        return shard.list_rows(number)[::-1]
+
+
+def test_moves_in_one_list_rewrite_that_list_in_one_piece_and_nothing_else(
+    built, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.05)
+    before = shards.open_generation(built, tmp_path, "notes")
+    ids, vectors = rows_of_list(built, tmp_path, 3)
+    most = len(ids) * 3 // 4
+    built.put(ids[:most], vectors[:most] * 1.01)
+    done = refreshed(built, tmp_path)
+    assert (done.how, done.moved) == ("increment", most)
+    manifest = done.generation.manifest
+    (layer,) = manifest.increment.layers
+    written = np.diff(layer)
+    assert written.tolist() == [len(ids) if number == 3 else 0 for number in range(8)]
+    assert manifest.increment.tombstones == len(ids)
+    assert pieces(built, tmp_path) == [1] * 8
+    blocks = {e.path for e in before.manifest.files if e.role in ("vectors", "ids", "columns")}
+    assert blocks <= {entry.path for entry in manifest.files}
+    assert_like_brute_force(built, tmp_path)
+
+
+def test_a_list_that_moves_again_and_again_leaves_one_layer_and_no_more_dead(
+    built, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.05)
+    ids, vectors = rows_of_list(built, tmp_path, 3)
+    most = len(ids) * 3 // 4
+    for turn in range(20):
+        built.put(ids[:most], vectors[:most] * (1.01 + turn / 100))
+        done = refreshed(built, tmp_path)
+        increment = done.generation.manifest.increment
+        assert (done.how, len(increment.layers), increment.tombstones) == ("increment", 1, len(ids))
+    assert pieces(built, tmp_path) == [1] * 8
+    assert_like_brute_force(built, tmp_path)
+    assert_hash_is_that_of_a_full_read(built, done.generation)
+    assert shards.scrub(built, tmp_path, "notes").ok
+
+
+def test_small_refreshes_pile_up_no_more_layers_than_the_logarithm_of_their_number(
+    built, rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.2)
+    for turn in range(40):
+        built.put(names(turn), -rows[1][[turn]])
+        done = refreshed(built, tmp_path)
+        assert done.how == "increment", done.why
+        layers = [layer[-1] for layer in done.generation.manifest.increment.layers]
+        assert sum(layers) >= turn + 1
+        assert len(layers) <= np.log2(turn + 1) + 1
+    assert_like_brute_force(built, tmp_path)
+
+
+def test_a_refresh_that_only_deletes_adds_no_layer(built, tmp_path):
+    built.remove(names(3, 4))
+    done = refreshed(built, tmp_path)
+    assert (done.how, done.generation.manifest.increment.layers) == ("increment", [])
+    assert_like_brute_force(built, tmp_path)
+    assert shards.scrub(built, tmp_path, "notes").ok
+
+
+def test_what_is_written_again_stays_in_the_budget(built, rows, tmp_path):
+    for turn in range(12):
+        moved = names(*range(turn * 4, turn * 4 + 4))
+        built.put(moved, -rows[1][turn * 4 : turn * 4 + 4])
+        done = refreshed(built, tmp_path)
+        assert done.how == "increment", done.why
+        newest = done.generation.manifest.increment.layers[-1][-1]
+        assert 4 <= newest <= 4 + compaction.budget(400)
 
 
 def test_an_increment_is_equal_to_a_full_build_in_rows_answers_and_recall(built, rows, tmp_path):
@@ -203,10 +297,11 @@ def test_a_truncated_source_is_a_full_build(built, rows, tmp_path):
 
 
 def test_many_tombstones_are_a_full_build(built, rows, tmp_path):
+    """A row that was written again counts among the dead where it lay before."""
     for turn in range(3):
         built.put(names(*range(turn * 40, turn * 40 + 40)), -rows[1][turn * 40 : turn * 40 + 40])
         done = refreshed(built, tmp_path)
-    assert (done.how, done.why) == ("full", "23.1% of the stored rows are under a tombstone")
+    assert (done.how, done.why) == ("full", "23.4% of the stored rows are under a tombstone")
 
 
 def test_a_lopsided_increment_is_a_full_build(built, rows, tmp_path, monkeypatch):
@@ -238,10 +333,11 @@ def test_a_fall_of_recall_is_a_full_build_and_the_increment_is_thrown_away(
 
 def test_too_many_layers_are_a_full_build(built, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(renewal, "LAYERS_MAX", 2)
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.0)
     for row in range(3):
         built.put(names(row), -rows[1][[row]])
         done = refreshed(built, tmp_path)
-    assert (done.how, done.why) == ("full", "there are 2 layers")
+    assert (done.how, done.why) == ("full", "there would be 3 layers")
 
 
 def test_a_damaged_block_is_not_inherited(built, rows, tmp_path):

@@ -1,0 +1,265 @@
+"""Losses: which rows of which submissions lie in bytes of the log that cannot be read, told from what is left.
+
+A running broker knows by its index which tasks have their row or outcome in a frame. A start that is refused has no
+state: then the newest whole checkpoint stands in for it, and behind that the frames in front of and behind the damage
+say where the numbers of tasks go on. Of a damaged frame itself only that is taken which they confirm. Tells only:
+what it finds decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.broker import snapshot, space
+from fabric_pipelines.broker.accounts import DEAD, RETIRED
+from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.envelope import unpack
+from fabric_pipelines.broker.facts import CheckpointTaken, Kind, decode
+from fabric_pipelines.broker.replies import DamagedFrame, LostRows
+from fabric_pipelines.broker.state import State
+from fabric_pipelines.errors import CorruptionFound, FabricError, SchemaError
+from fabric_pipelines.ids import SEQUENCE_BITS
+from fabric_pipelines.journal.files import FileOps
+from fabric_pipelines.journal.identity import Identity, read_identity
+from fabric_pipelines.journal.salvage import Salvaged, salvage
+
+Sequences = npt.NDArray[np.int64]
+SPANS_MAX = 16
+SUBMISSIONS_MAX = 8
+NOTHING: Sequences = np.zeros(0, np.int64)
+AGAIN = "restore that file from a copy and start the broker again"
+WITHOUT_A_COPY = (
+    "without a copy begin anew (another FABRIC_HOME and database) and submit these rows again"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An ENQUEUE frame: `rows` tasks from sequence number `base` on, which are those from `first_row` on of their
+    submission."""
+
+    lsn: int
+    base: int
+    rows: int
+    submission_id: str
+    first_row: int
+
+
+# -- of a broker that runs
+
+
+def tasks_at(state: State, first_lsn: int, lsn: int) -> tuple[Sequences, int]:
+    """The tasks whose row or outcome lies in the frame `lsn`, and how many of them still need it. `first_lsn`: where
+    the log begins."""
+    index = state.index
+    need = space.needed(state, first_lsn, pin_dead=False)
+    moved = index.moved.get(lsn)
+    if moved is not None:
+        return moved, int(need.tasks[moved].sum())
+    batches = np.flatnonzero(index.frames.view == lsn)
+    if len(batches):
+        rows = np.concatenate([index.rows_of(int(batch)) for batch in batches])
+        return rows, int(need.tasks[rows].sum())
+    reports = np.flatnonzero(index.done_frames.view == lsn)
+    rows = np.flatnonzero(np.isin(index.done[: index.count], reports))
+    return rows, int(np.isin(rows, need.outcomes).sum())
+
+
+def rows_of(state: State, tasks: Sequences) -> list[LostRows]:
+    """Ascending tasks as rows of their submissions, the first few of these."""
+    index, found = state.index, []
+    for record in np.unique(index.submission[tasks]).tolist()[:SUBMISSIONS_MAX]:
+        mine = tasks[index.submission[tasks] == record]
+        batches = np.array(state.submissions[record].batches, np.int64)
+        counts = np.array([len(index.rows_of(at)) for at in batches.tolist()], np.int64)
+        before = np.cumsum(counts) - counts
+        at = np.searchsorted(index.base.view[batches], mine, side="right") - 1
+        rows = mine - index.base.view[batches][at] + before[at]
+        header = state.submissions[record].header
+        found.append(LostRows(header.submission_id, header.function, len(rows), spans_of(rows)))
+    return found
+
+
+def spans_of(numbers: Sequences) -> str:
+    """Ascending numbers as "3, 5-9"; a long list ends with how many spans more there are."""
+    if not len(numbers):
+        return "none"
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    parts = np.split(numbers, breaks)
+    shown = [f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts[:SPANS_MAX]]
+    more = len(parts) - len(shown)
+    return ", ".join(shown) + (f" and {more} spans more" if more else "")
+
+
+def told(fault: CorruptionFound, state: State, first_lsn: int, lsn: int) -> CorruptionFound:
+    """The same refusal of the frame `lsn`, with the tasks that it costs."""
+    tasks, live = tasks_at(state, first_lsn, lsn)
+    ids, rows = spans_of(state.task_ids(tasks)), rows_of(state, tasks)
+    place = {"lsn": lsn, "last_lsn": lsn, "tasks": len(tasks), "live": live, "task_ids": ids}
+    place |= {"rows": [asdict(part) for part in rows]}
+    known = next(iter(fault.places), {})
+    sentence = f"{fault}; {_cost(len(tasks), ids, rows)}"
+    return type(fault)(sentence, [{**known, **place}])
+
+
+def _cost(tasks: int, ids: str, rows: Sequence[LostRows]) -> str:
+    if not tasks:
+        return "no task has its row or outcome there"
+    named = ", ".join(str(part) for part in rows[:3])
+    more = f" and {len(rows) - 3} submissions more" if len(rows) > 3 else ""
+    return (
+        f"{tasks} tasks have their row or outcome there ({ids}{': ' if named else ''}{named}{more})"
+    )
+
+
+# -- of a start that is refused
+
+
+def told_at_start(fault: CorruptionFound, folder: Path, ops: FileOps) -> CorruptionFound:
+    """The same refusal of the journal in `folder`, with the tasks in each place that it names, as far as they can be
+    told. Whatever goes wrong in finding them leaves it as it is."""
+    if not fault.places:
+        return fault
+    try:
+        identity = read_identity(ops, folder)
+        if identity is None:
+            return fault
+        left = _left(salvage(ops, folder, identity.uuid_bytes))
+        covered, state = _newest(Checkpoints(folder, identity.journal_id, ops), left, identity)
+    except (FabricError, OSError):
+        return fault
+    newer = [batch for batch in left.batches if batch.lsn > covered]
+    known = sorted([*_batches_of(state), *newer], key=lambda batch: batch.base)
+    frames = [_frame_of(place, state, covered, known, left.said) for place in fault.places]
+    cost = "; ".join(_cost(f.tasks, f.task_ids, f.rows) for f in frames[:3] if f is not None)
+    if not cost:
+        return fault
+    places = [
+        dict(place) if frame is None else {**place, **asdict(frame)}
+        for place, frame in zip(fault.places, frames, strict=True)
+    ]
+    return type(fault)(f"{fault}; {cost}; {WITHOUT_A_COPY}", places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What whole frames say, and what damaged ones `said`."""
+
+    batches: list[Batch]
+    checkpoints: list[CheckpointTaken]
+    said: list[Batch]
+
+
+def _left(frames: Iterable[Salvaged]) -> _Left:
+    left = _Left([], [], [])
+    for frame in frames:
+        if frame.kind == Kind.ENQUEUE:
+            batch = _batch_in(frame.lsn, frame.payload)
+            if batch is not None:
+                (left.batches if frame.whole else left.said).append(batch)
+        elif frame.kind == Kind.CHECKPOINT and frame.whole:
+            fact = decode(frame.kind, frame.payload, f"LSN {frame.lsn}")
+            assert isinstance(fact, CheckpointTaken)
+            left.checkpoints.append(fact)
+    return left
+
+
+def _newest(checkpoints: Checkpoints, left: _Left, identity: Identity) -> tuple[int, State]:
+    """(LSN, state) of the newest whole checkpoint that a fact tells of; without one, of the beginning."""
+    for fact in reversed(left.checkpoints):
+        found = checkpoints.load(fact)
+        if not isinstance(found, str):
+            return fact.lsn, snapshot.restore(found)
+    return 0, State(identity.incarnation)
+
+
+def _batches_of(state: State) -> Iterator[Batch]:
+    """What the index knows, by the place of each batch's own ENQUEUE frame or of the frame that it was moved to."""
+    for record in state.submissions:
+        row = 0
+        for at in record.batches:
+            rows = len(state.index.rows_of(at))
+            lsn, base = int(state.index.frames.view[at]), int(state.index.base.view[at])
+            yield Batch(lsn, base, rows, record.header.submission_id, row)
+            row += rows
+
+
+def _batch_in(lsn: int, payload: memoryview) -> Batch | None:
+    try:
+        head, _ = unpack(payload)
+        numbers = int(head["base"]), int(head["rows"])
+        return Batch(lsn, *numbers, str(head["submission_id"]), int(head["first_row"]))
+    except (SchemaError, KeyError, ValueError, TypeError):
+        return None
+
+
+def _frame_of(
+    place: Any, state: State, covered: int, known: Sequence[Batch], said: Sequence[Batch]
+) -> DamagedFrame | None:
+    """What lay in a place; None if that cannot be told."""
+    first, last = int(place["lsn"]), int(place["last_lsn"])
+    old, new = _tasks_between(state, first, min(last, covered)), NOTHING
+    rows, states = rows_of(state, old), state.index.state[old]
+    live = int((~np.isin(states, (RETIRED, DEAD))).sum())
+    tail = max(first, covered + 1)
+    batch = _behind_checkpoint(tail, last, known, said) if last >= tail else None
+    if batch is not None:
+        new = np.arange(batch.base, batch.base + batch.rows)
+        if batch.submission_id:
+            span = spans_of(np.arange(batch.first_row, batch.first_row + batch.rows))
+            rows.append(LostRows(batch.submission_id, "", batch.rows, span))
+    tasks = np.concatenate([old, new])
+    if not len(tasks) and last > covered:
+        return None  # of another kind, or not to be told
+    return DamagedFrame(
+        segment=str(place["segment"]),
+        offset=int(place["offset"]),
+        end=int(place["end"]),
+        lsn=first,
+        last_lsn=last,
+        what="is damaged",
+        tasks=len(tasks),
+        live=live + len(new),
+        task_ids=spans_of(tasks + np.int64(state.incarnation << SEQUENCE_BITS)),
+        remedy=f"{AGAIN}; {WITHOUT_A_COPY}",
+        rows=rows,
+    )
+
+
+def _tasks_between(state: State, first: int, last: int) -> Sequences:
+    """Those with their row or outcome in a frame of these LSNs, by the index."""
+    index = state.index
+    frames, reports = index.frames.view, index.done_frames.view
+    moved = [lsn for lsn in index.moved if first <= lsn <= last]
+    batches = np.flatnonzero((frames >= first) & (frames <= last) & ~np.isin(frames, moved))
+    done = np.flatnonzero((reports >= first) & (reports <= last))
+    parts = [index.rows_of(at) for at in batches.tolist()] + [index.moved[lsn] for lsn in moved]
+    outcomes = np.flatnonzero(np.isin(index.done[: index.count], done))
+    return np.unique(np.concatenate([NOTHING, *parts, outcomes]))
+
+
+def _behind_checkpoint(
+    first: int, last: int, known: Sequence[Batch], said: Sequence[Batch]
+) -> Batch | None:
+    """What was enqueued there: the numbers between the batches in front (`known`, by base) and behind. What a damaged
+    frame says of itself is taken where it fills that gap just so; else its submission is "", and only the tasks are
+    known. None if there is no gap."""
+    behind = [batch.base for batch in known if batch.lsn > last]
+    begin = max((batch.base + batch.rows for batch in known if batch.lsn < first), default=0)
+    mine = [batch for batch in said if first <= batch.lsn <= last]
+    if len(mine) == 1 and mine[0].base == begin and mine[0].rows > 0:
+        (batch,) = mine
+        same = [other for other in known if other.submission_id == batch.submission_id]
+        taken = sum(other.rows for other in same if other.base < begin)
+        end = begin + batch.rows
+        if taken == batch.first_row and min(behind, default=end) == end:
+            return batch
+    if behind and min(behind) > begin:
+        return Batch(first, begin, min(behind) - begin, "", 0)
+    return None
