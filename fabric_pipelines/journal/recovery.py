@@ -330,7 +330,8 @@ def _closes(found: Found, scan: Scan, chain: int, group_frames: int) -> bool:
         return False
     if found.header.kind == COMMIT:
         return group_frames > 0 and control.first_lsn == scan.last_lsn + 1
-    return found.header.kind in (DURABLE, SEAL, OPENED) and group_frames == 0
+    alone = group_frames == 0 and control.first_lsn == last_lsn
+    return alone and found.header.kind in (DURABLE, SEAL, OPENED)
 
 
 def _accept(

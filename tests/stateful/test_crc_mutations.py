@@ -22,6 +22,10 @@ CARRIED = {"fetch", "put", "read-back", "upload", "lease", "pull", "completion"}
 AGAINST_CRASHES = {"unpack_header", "frame_at", "read_index", "_closes"}
 SITES = crc_sites()
 RED: dict[str, list[str]] = {}
+NOT_NEEDED = {
+    "Checkpoints.require": "damage under a running broker, between the CHECKPOINT fact and the DROP that relies on it: "
+    "tests/unit/broker/test_files_underway.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +85,9 @@ def test_another_course_is_a_whole_segment_by_itself(life: Life) -> None:
 
 
 def test_every_comparison_is_found() -> None:
-    assert len(SITES) >= 16
-    assert {site.name for site in SITES} > AGAINST_CRASHES | {"Segment.is_own"}
+    assert len(SITES) >= 19
+    assert set(NOT_NEEDED) <= {site.name for site in SITES}
+    assert {site.name for site in SITES} > AGAINST_CRASHES | {"Segment.is_own", "_refuse_shortened"}
 
 
 def enumerate_without_chance(life: Life) -> None:
@@ -96,10 +101,13 @@ def test_without_any_one_crc_test_the_enumeration_is_red(
     site: Site, life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In states that hold no chance; the whole source keeps every promise in them (above, and test_broker_crash.py)."""
+    if site.name in NOT_NEEDED:
+        RED[str(site)] = [f"green, and may be: {NOT_NEEDED[site.name]}"]
+        return
     take_out(site, monkeypatch)
     with pytest.raises(Broken) as broken:
         enumerate_without_chance(life)
-    RED.setdefault(str(site), []).append(f"{broken.value.kind}, {str(broken.value)[:100]}")
+    RED.setdefault(str(site), []).append(f"red: {broken.value.kind}, {str(broken.value)[:100]}")
 
 
 @pytest.mark.timeout(600)
@@ -117,5 +125,5 @@ def test_every_comparison_has_its_line(capsys: pytest.CaptureFixture[str]) -> No
     """The list for the reader of a log; complete whenever this file ran whole."""
     with capsys.disabled():
         for name, verdicts in sorted(RED.items()):
-            print(f"\n  {name}: red: {'; '.join(verdicts)}", end="")  # noqa: T201
+            print(f"\n  {name}: {'; '.join(verdicts)}", end="")  # noqa: T201
     assert not RED or set(RED) == set(map(str, SITES))
