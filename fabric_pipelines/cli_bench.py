@@ -100,7 +100,7 @@ def bench_landing(
     runs: Annotated[int, typer.Option(min=1, help="Runs of the governor's part.")] = 5,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="ways, prices or governor; may be given more than once."),
+        typer.Option(help="ways, floor, prices or governor; may be given more than once."),
     ] = None,
     as_json: Json = False,
 ) -> None:

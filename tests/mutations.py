@@ -118,14 +118,19 @@ class _TakeOut(ast.NodeTransformer):
 
 def take_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function at `site` from now on finds its CRC right, whatever it is."""
-    module = importlib.import_module(site.module)
     (definition,) = [f for m, name, f in _functions((_file(site),)) if name == site.name]
-    mutant = ast.fix_missing_locations(
-        ast.Module([_TakeOut(site).visit(definition)], type_ignores=[])
-    )
+    changed = _TakeOut(site).visit(definition)
+    put(importlib.import_module(site.module), site.name, changed, monkeypatch)
+
+
+def put(
+    module: ModuleType, name: str, definition: ast.FunctionDef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From now on `definition` is the function, or the method, `name` of `module`, for all who have it."""
+    mutant = ast.fix_missing_locations(ast.Module([definition], type_ignores=[]))
     made: dict[str, Any] = {}
     exec(compile(mutant, str(module.__file__), "exec", flags=_annotations()), vars(module), made)
-    owner, _, name = site.name.rpartition(".")
+    owner, _, name = name.rpartition(".")
     if owner:
         monkeypatch.setattr(getattr(module, owner), name, made[name])
         return
