@@ -247,6 +247,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines import answers, supervise, waits
     from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
+    from fabric_pipelines.worker import account as workers
 
     settings = _settings(ctx)
     state = plain(supervise.state(settings))
@@ -254,6 +255,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     processes = {name: state[name] for name in ("processes", "ui_url")} | {"completion": completion}
     waiting = answers.waiting(waits.read(settings.waits_dir), state["processes"])
     processes["waits"] = waiting
+    running = processes["workers"] = workers.read(settings)
     shown_waits = {"waits": answers.waits_for_a_person(waiting)}
     try:
         broker = _broker_status(settings)
@@ -269,6 +271,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     ui = {"ui": state["ui_url"] or "not running"}
     if completion is not None:
         ui["bulk writes"] = account.summary(completion)
+    ui |= {f"{row['engine']} on {row['device']}": workers.summary(row) for row in running}
     shown = ui | answers.work_of(broker) | shown_waits | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 

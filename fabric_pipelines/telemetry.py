@@ -7,19 +7,27 @@ line when it is done.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 HEARTBEAT_S = 30.0
+ACCOUNT_EVERY_S = 1.0
+ACCOUNT_STALE_S = (
+    120.0  # a landing that waits for a lock keeps its loop from writing for half a minute
+)
 STALLED_S = 60.0  # three half-lives of the rate
 
 
@@ -169,3 +177,56 @@ def _flat(prefix: str, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]
             yield from _flat(name, value)
         elif isinstance(value, bool | int | float):
             yield name, float(value)
+
+
+class Account:
+    """What a process did, left once a second in two files: `path`, one JSON object, and beside it `.prom`, its numbers in the
+    text format that Prometheus' node exporter collects from a folder. Files, because whoever asks must get an answer also
+    while others are away. Written by one process alone; one that cannot be written is said once and keeps nobody from work."""
+
+    def __init__(
+        self, path: Path, prefix: str, *, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._path, self._prefix, self._say = path, prefix, say
+        self._written_s = float("-inf")
+        self._failed = False
+
+    def keep(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Write if it is due; `facts` is asked only then."""
+        now_s = time.monotonic()
+        if now_s - self._written_s < ACCOUNT_EVERY_S:
+            return
+        self._written_s = now_s
+        told = facts()
+        try:
+            _replace(self._path, json.dumps({"pid": os.getpid(), **told}))
+            _replace(self._path.with_suffix(".prom"), exposition(self._prefix, told))
+        except OSError as fault:
+            if not self._failed:
+                self._say(f"{self._path} cannot be written ({fault.strerror}); the work goes on")
+            self._failed = True
+        else:
+            self._failed = False
+
+    def close(self) -> None:
+        for path in (self._path, self._path.with_suffix(".prom")):
+            path.unlink(missing_ok=True)
+
+
+def read_account(path: Path) -> dict[str, Any] | None:
+    """What a process that lives wrote there, with its age; None when there is none."""
+    try:
+        age_s = time.time() - path.stat().st_mtime
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if age_s > ACCOUNT_STALE_S or not psutil.pid_exists(facts["pid"]):
+        return None
+    return {**facts, "age_s": max(age_s, 0.0)}
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one. Not synced: it is worth nothing after a crash."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)

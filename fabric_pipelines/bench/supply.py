@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.broker.client import BrokerClient
-from fabric_pipelines.errors import StartFailed
+from fabric_pipelines.device.energy import CardMeter, visible
+from fabric_pipelines.errors import DeviceRefused, StartFailed
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.records.submission import Submission, fingerprint_of
@@ -124,12 +125,13 @@ class Watch:
         self._joules = self._energy() - self._joules
 
     def _energy(self) -> float:
-        return 0.0 if self._card is None else self._card.joules()
+        return 0.0 if self._card is None else self._card.joules() or 0.0
 
     def _sample(self) -> None:
         while not self._end.wait(SAMPLE_S):
             empty = 1 - min(self._unfinished(), self._batch) / self._batch
-            idle = 0.0 if self._card is None else self._card.idle()
+            busy = None if self._card is None else self._card.busy()
+            idle = 0.0 if busy is None else 1 - busy
             self._samples.append((time.perf_counter(), empty, idle))
 
     def shares(self, started: float, ended: float) -> dict[str, Any]:
@@ -147,28 +149,13 @@ class Watch:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    nvml: Any
-    handle: Any
-
-    def idle(self) -> float:
-        return 1 - float(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu) / 100
-
-    def joules(self) -> float:
-        return float(self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)) / 1e3
-
-
-def _open_card() -> _Card | None:
+def _open_card() -> CardMeter | None:
+    """None unless it tells both what it used and how busy it is: a figure that is half known is left out."""
     try:
-        import pynvml
-    except ImportError:
+        card = CardMeter(visible("cuda:0"))
+    except DeviceRefused:
         return None
-    try:
-        pynvml.nvmlInit()
-        return _Card(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
-    except pynvml.NVMLError:
-        return None
+    return card if card.joules() is not None and card.busy() is not None else None
 
 
 def run_direct(engine: VllmEngine, mix: Mix) -> Side:

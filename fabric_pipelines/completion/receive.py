@@ -103,6 +103,9 @@ class OpenGate:
 
 @dataclass(slots=True)
 class Counters:
+    """retired_prompt_tokens, retired_output_tokens: of tasks that the broker retired on our word; those whose answer was
+    lost and who were found retired already are in neither, so both are lower bounds."""
+
     pulled: int = 0
     inserted: int = 0
     retired: int = 0
@@ -110,6 +113,8 @@ class Counters:
     size: int = 0
     landings: int = 0
     faults: int = 0
+    retired_prompt_tokens: int = 0
+    retired_output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -326,11 +331,23 @@ class Receiver:
         landed = held.landed
         assert landed is not None
         if landed.confirmation is not None:
-            self.counters.retired += source.retire(landed.task_ids, landed.confirmation)
+            retired = source.retire(landed.task_ids, landed.confirmation)
+            self.counters.retired += retired
+            if retired == len(landed.task_ids):
+                self._count_tokens(held.batch, landed.task_ids)
         if landed.dead_confirmation is not None:
             self.counters.dead += source.dead(
                 landed.dead_task_ids, landed.dead_confirmation, requeues=landed.dead_requeues
             )
+
+    def _count_tokens(self, batch: pa.RecordBatch, task_ids: Any) -> None:
+        retired = pa.array(np.isin(batch.column("task_id").to_numpy(), np.asarray(task_ids)))
+        prompts, outputs = (
+            batch.column("prompt_tokens"),
+            pc.list_value_length(batch.column("output")),
+        )
+        self.counters.retired_prompt_tokens += pc.sum(prompts.filter(retired)).as_py() or 0
+        self.counters.retired_output_tokens += pc.sum(outputs.filter(retired)).as_py() or 0
 
     def _drop_held(self) -> None:
         running = [held.running for held in self._held if held.running is not None]

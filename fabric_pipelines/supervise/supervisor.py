@@ -1,7 +1,8 @@
 """The loop of the supervisor process: start in order, restart what ends, stop in reverse order.
 
-It blocks its signals and waits for them, so there is no handler and no race between a look and a sleep. It
-refuses nothing and gives up on nothing: what cannot be kept up is shown in the state with its last exit.
+It blocks its signals and waits for them, so there is no handler and no race between a look and a sleep; its process
+has one thread, since another would take signals that are meant for the process. It refuses nothing and gives up on
+nothing: what cannot be kept up is shown in the state with its last exit.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.errors import EngineFailed
+from fabric_pipelines.errors import EngineFailed, UsageError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,6 +77,9 @@ class HostStream:
             target[:] = self.card.at(address, target.nbytes)
 
         self.queued.append(copy)
+
+    def synchronize(self) -> None:
+        raise UsageError("a compute stream is not waited for")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import (
@@ -108,6 +109,16 @@ class Pace:
     until_idle: bool = False
 
 
+class Meter(Protocol):
+    """What watches a run from beside it, e.g. worker.meter.RunMeter."""
+
+    def turn(self, running_s: float) -> None:
+        """Once a turn of the loop; running_s: since the engine was first given work, 0 before."""
+
+    def as_json(self, tokens: int) -> dict[str, Any]:
+        """Its keys of the exit line; tokens: in and out, of outcomes that are ok."""
+
+
 class WorkerLoop:
     """One engine, one device, one session. `run` returns the counters; EngineFailed leaves it after the
     unfinished work was nacked and the finished work sent. `request_stop` is safe in a signal handler."""
@@ -124,6 +135,7 @@ class WorkerLoop:
         clock: Clock = SYSTEM_CLOCK,
         outbox: Outbox | None = None,
         ladder: Ladder | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._engine = engine
         self._source = source
@@ -131,6 +143,8 @@ class WorkerLoop:
         self._wait, self._tell = wait, tell
         self._pace = pace or Pace()
         self._now = clock.monotonic_s
+        self._meter = meter
+        self._fed_s: float | None = None
         self.outbox = outbox or Outbox()
         self.ladder = ladder or Ladder()
         self.supply = Supply()
@@ -184,7 +198,10 @@ class WorkerLoop:
         return self.counts
 
     def report(self) -> dict[str, Any]:
-        return self.counts.as_json(self._engine.stats, self.ladder.climbed)
+        told = self.counts.as_json(self._engine.stats, self.ladder.climbed)
+        if self._meter is not None:
+            told |= self._meter.as_json(self.counts.prompt_tokens + self.counts.output_tokens)
+        return told
 
     def step(self) -> None:
         """One turn: see where we stand, refill, compute or wait, send."""
@@ -203,6 +220,8 @@ class WorkerLoop:
         if self._send_is_due():
             self._deliver()
         self._tell(self.waits_for)
+        if self._meter is not None:
+            self._meter.turn(0.0 if self._fed_s is None else self._now() - self._fed_s)
         self._report()
 
     # ---- where we stand
@@ -455,6 +474,7 @@ class WorkerLoop:
                     self._busy_since_s = self._now()
                 return
             self._busy_since_s = None
+            self._fed_s = self._now() if self._fed_s is None else self._fed_s
             self.supply.fed()
             self._suspect_inside = _is_suspect(lease)
             self._close_gap()
@@ -487,12 +507,25 @@ class WorkerLoop:
 
     def _compute(self) -> None:
         if not self.supply.inside:
-            self._wait(self._pause())
+            if not self._finished():
+                self._wait(self._pause())
             return
-        for batch in self._engine.poll(self._pace.poll_s):
+        filled, since_s = self._places_taken(), self._now()
+        batches = self._engine.poll(self._pace.poll_s)
+        polled_s = self._now() - since_s
+        self.counts.filled_s += polled_s
+        self.counts.fill_s += polled_s * filled
+        for batch in batches:
             self._collect(batch)
         if not self.supply.inside:
             self._empty_since_s = self._now()
+
+    def _places_taken(self) -> float:
+        """Share of the batch that could be computing now, by sequences or by cache, whichever is fuller."""
+        profile = self._engine.profile
+        cache = profile.kv_cache_tokens
+        held = self.supply.kv_tokens / cache if cache else 0.0
+        return min(max(self.supply.inside / profile.max_batch_size, held), 1.0)
 
     def _pause(self) -> float:
         """Nothing runs: until the next thing is due."""
@@ -516,6 +549,7 @@ class WorkerLoop:
             )
         self.supply.finish(tasks)
         self.outbox.put(batch, self._now())
+        self._count_tokens(batch)
         for status in batch.column("status").to_pylist():
             if status == "ok":
                 self.counts.ok += 1
@@ -524,10 +558,18 @@ class WorkerLoop:
             else:
                 self.counts.failed += 1
 
+    def _count_tokens(self, batch: pa.RecordBatch) -> None:
+        good = pc.equal(batch.column("status"), "ok")
+        prompts, outputs = (
+            batch.column("prompt_tokens"),
+            pc.list_value_length(batch.column("output")),
+        )
+        self.counts.prompt_tokens += pc.sum(prompts.filter(good)).as_py() or 0
+        self.counts.output_tokens += pc.sum(outputs.filter(good)).as_py() or 0
+
     def _close_gap(self) -> None:
         if self._empty_since_s is not None:
-            self.counts.idle_gaps += 1
-            self.counts.idle_s += self._now() - self._empty_since_s
+            self.counts.close_gap(self._now() - self._empty_since_s)
             self._empty_since_s = None
 
     def _report(self) -> None:

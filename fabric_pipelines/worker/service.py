@@ -22,15 +22,19 @@ from typing import Any
 
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.clock import SYSTEM_CLOCK
-from fabric_pipelines.errors import ManifestRefused
+from fabric_pipelines.device import calls
+from fabric_pipelines.device.energy import CardMeter, visible
+from fabric_pipelines.errors import DeviceRefused, ManifestRefused
 from fabric_pipelines.models import contents
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.settings import Settings, make_runtime_folder
 from fabric_pipelines.waits import Waits
+from fabric_pipelines.worker.account import WorkerAccount
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
+from fabric_pipelines.worker.meter import RunMeter
 from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, probe
 from fabric_pipelines.worker.pulse import Pulse
 
@@ -106,16 +110,24 @@ def run_worker(
         _opened(engine, settings, device),
         BrokerClient.of(settings, role="consumer", place=lock.place) as client,
         Waits(settings.waits_dir, f"{engine.name} on {device}", say=LOG.warning) as waits,
+        WorkerAccount(settings, engine.name, device, say=LOG.warning) as account,
+        _card_joules(device) as joules,
     ):
         stop = threading.Event()
         heartbeat_s = min(5.0, settings.lease_ms / 3000)
+
+        def tell(reason: str) -> None:
+            waits.tell(reason)
+            account.keep(loop.report)
+
         loop = WorkerLoop(
             engine,
             client,
             device=device,
             wait=partial(_wait, stop),
-            tell=waits.tell,
+            tell=tell,
             pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
+            meter=RunMeter(joules, calls.read),
         )
         pulse = Pulse(
             lambda: BrokerClient.of(settings, role="consumer", session=client.session),
@@ -127,6 +139,22 @@ def run_worker(
             LOG.info("engine %s (%s) runs on %s", engine.name, engine.fingerprint[:12], device)
             loop.run()
         return loop.report()
+
+
+@contextmanager
+def _card_joules(device: str) -> Iterator[Callable[[], float | None]]:
+    """What the card of `device` has used so far; of a processor, or without NVML, nothing is known."""
+    if device_kind(device) != "cuda":
+        yield lambda: None
+        return
+    try:
+        card = CardMeter(visible(device))
+    except DeviceRefused as fault:
+        LOG.warning("%s", fault)
+        yield lambda: None
+        return
+    with card:
+        yield card.joules
 
 
 def _wait(wake: threading.Event, seconds: float) -> None:

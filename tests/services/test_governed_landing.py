@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from fabric_pipelines import telemetry
 from fabric_pipelines.completion import account
 from fabric_pipelines.completion.receive import Receiver
 from fabric_pipelines.dataplane import results
@@ -280,16 +281,16 @@ def test_the_account_is_read_while_its_process_lives_and_not_later(
     assert seen is not None
     assert (seen["pid"], seen["counters"]["retired"], seen["held"]) == (os.getpid(), 30, 0)
     assert seen["governor"]["classes"]["bulk"]["rows"] == 30
-    assert account.summary(seen).startswith("up to 16.0 MB/s of write cost, 2,000 rows")
+    assert account.summary(seen).startswith("up to 32.0 MB/s of write cost, 1,000 rows")
     text = account.path_of(settings).with_suffix(".prom").read_text()
     assert "fabric_completion_governor_classes_bulk_rows 30.0\n" in text
     assert json.loads(account.path_of(settings).read_text())["counters"]["landings"] == 1
     account.path_of(settings).write_text(json.dumps({**seen, "pid": 2**22 + 1}))
     assert account.read(settings) is None, "the account of a process that is gone"
-    kept._written_s = float("-inf")
+    kept._kept._written_s = float("-inf")
     kept.keep()
     assert account.read(settings) is not None
-    old_s = time.time() - account.STALE_S - 1
+    old_s = time.time() - telemetry.ACCOUNT_STALE_S - 1
     os.utime(account.path_of(settings), (old_s, old_s))
     assert account.read(settings) is None
     kept.close()
@@ -304,9 +305,9 @@ def test_a_disk_that_takes_no_account_is_said_once_and_landing_goes_on(
     loop = _loop(database, broker, valve, stack)
     kept = account.Account(home_settings, loop, valve, said.append)  # its folder was never made
     for _ in range(2):
-        kept._written_s = float("-inf")
+        kept._kept._written_s = float("-inf")
         kept.keep()
     loop.step(wait_s=0)
-    assert [line.rpartition("; ")[2] for line in said] == ["landing goes on"]
+    assert [line.rpartition("; ")[2] for line in said] == ["the work goes on"]
     assert len(broker.retired) == 30
     kept.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.testing.scripted_engine import expected_output
+from fabric_pipelines.worker import account
 from tests.support import eventually
 from tests.support_stage import Stage, stage
 
@@ -184,3 +187,32 @@ def test_a_worker_that_starts_before_its_broker_waits_for_it() -> None:
         worker = on.start_worker(until_idle=True)
         on.start_broker()
         assert ended(worker)["ok"] == 8
+
+
+def test_status_shows_what_a_running_worker_counts_and_nothing_of_one_that_ended(
+    tmp_path: Path,
+) -> None:
+    with stage() as on:
+        on.submit(PROMPTS)
+        worker = on.start_worker(until_idle=True, script=held(tmp_path, after=5))
+        on.reached("computed", 20)
+        eventually(
+            lambda: [row for row in account.read(on.settings) if row["ok"] >= 20],
+            within_s=60,
+            what="an account",
+        )
+        shown = subprocess.run(
+            [sys.executable, "-m", "fabric_pipelines", "status", "--json"],
+            env={**os.environ, **on.settings.as_environment()},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (row,) = json.loads(shown.stdout)["workers"]
+        assert (row["pid"], row["device"]) == (worker.pid, "cpu:0")
+        assert row["prompt_tokens"] == 3 * row["ok"]
+        assert (row["joules"], row["cuda_calls"]) == (None, None), "no card, and nobody counts"
+        go_on(tmp_path)
+        report = ended(worker)
+        assert report["prompt_tokens"] == 3 * len(PROMPTS)
+        assert account.read(on.settings) == []

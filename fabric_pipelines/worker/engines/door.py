@@ -16,6 +16,7 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told
+from fabric_pipelines.worker.gaps import Gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Capabilities:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Token counters since open, apart from each other (offered = reused + computed prefill)."""
+    """Token counters since open, apart from each other (offered = reused + computed prefill). steps, fill: of an engine
+    that cuts its own, and the sum of the shares of the profile that they took. device_s: of steps, by the card's own clock
+    (events before and behind each), 0 where the engine has none; device_gaps: between them."""
 
     tasks: int = 0
     offered_tokens: int = 0
@@ -39,8 +42,17 @@ class EngineStats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     padded_tokens: int = 0
+    steps: int = 0
+    fill: float = 0.0
     busy_s: float = 0.0
+    device_s: float = 0.0
+    device_gaps: Gaps = field(default_factory=Gaps)
     extra: dict[str, float] = field(default_factory=dict)
+
+    def add_step(self, tasks: int, tokens: int, profile: Profile) -> None:
+        self.steps += 1
+        share = max(tasks / profile.max_batch_size, tokens / profile.max_num_tokens)
+        self.fill += min(share, 1.0)
 
 
 class Engine(Protocol):

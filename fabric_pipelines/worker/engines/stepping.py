@@ -2,7 +2,7 @@
 
 Submitted tasks wait in order; one step at a time runs in the engine's own thread, so `poll` honours its
 timeout and a long step never starves the lease's heartbeat. The next step starts before the results of the
-last one are handed out. A runtime error fails the tasks of its step, each by name; after
+last one are handed out, and where work can be queued on a device, before they are there (`steps_most`). A runtime error fails the tasks of its step, each by name; after
 FAILED_STEPS_MAX in a row the engine declares itself broken.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ class _Step:
     tasks: list[Task]
     future: Future[list[Outcome]]
     started_us: int
-    started_s: float
 
 
 class SteppingEngine(ABC):
-    """Subclasses load and free the runtime, judge a task, cut a step and run it."""
+    """Subclasses load and free the runtime, judge a task, cut a step and run it. steps_most: begun and not ended."""
+
+    steps_most = 1
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class SteppingEngine(ABC):
         self.stats = EngineStats()
         self._clock = clock
         self._pending: list[Task] = []
-        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()
         self._outbox = Outbox(name, fingerprint)
         self._thread: ThreadPoolExecutor | None = None
         self._failed_steps = 0
@@ -72,6 +74,9 @@ class SteppingEngine(ABC):
     @abstractmethod
     def _load(self) -> None:
         """Bring the runtime up; ManifestRefused on a contradiction, RuntimeError when the files are no good."""
+
+    def _ready(self) -> None:  # noqa: B027 - most runtimes take nothing beforehand
+        """The runtime is up and agrees with its manifest: take what every step needs. RuntimeError when there is no room."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -107,6 +112,14 @@ class SteppingEngine(ABC):
             except ManifestRefused:
                 self._free()
                 raise
+            try:
+                self._ready()
+            except RuntimeError as fault:
+                self._free()
+                raise EngineFailed(
+                    f"{self.name} cannot take a step of its largest size ({fault}): describe it with a smaller "
+                    "--max-num-tokens or --max-batch-size"
+                ) from fault
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     def submit(self, lease: Lease) -> None:
@@ -130,28 +143,27 @@ class SteppingEngine(ABC):
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         assert self._thread is not None, f"{self.name} is not open"
-        self._start_step()
-        if self._step is not None and not self._outbox.outcomes:
-            wait([self._step.future], timeout_s)
-        if self._step is not None and self._step.future.done():
-            finished, self._step = self._step, None
-            self._start_step()
+        self._start_steps()
+        if self._steps and not self._outbox.outcomes:
+            wait([self._steps[0].future], timeout_s)
+        if self._steps and self._steps[0].future.done():
+            finished = self._steps.popleft()
+            self._start_steps()
             self._collect(finished)
         return self._outbox.take()
 
-    def _start_step(self) -> None:
-        if self._step is not None or not self._pending or self._thread is None:
-            return
-        tasks = self._cut(self._pending)
-        assert tasks, "a cut takes at least one task"
-        chosen = {id(task) for task in tasks}
-        self._pending = [task for task in self._pending if id(task) not in chosen]
-        self._step = _Step(
-            tasks,
-            self._thread.submit(self._timed_run, tasks),
-            self._clock.wall_us(),
-            self._clock.monotonic_s(),
-        )
+    def _start_steps(self) -> None:
+        while self._pending and len(self._steps) < self.steps_most and self._thread is not None:
+            tasks = self._cut(self._pending)
+            assert tasks, "a cut takes at least one task"
+            chosen = {id(task) for task in tasks}
+            self._pending = [task for task in self._pending if id(task) not in chosen]
+            self.stats.add_step(len(tasks), sum(task.length for task in tasks), self.profile)
+            started_us = self._clock.wall_us()
+            self._steps.append(_Step(tasks, self._begin(tasks, self._thread), started_us))
+
+    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+        return thread.submit(self._timed_run, tasks)
 
     def _timed_run(self, tasks: list[Task]) -> list[Outcome]:
         started = time.perf_counter()
@@ -180,7 +192,7 @@ class SteppingEngine(ABC):
         self._outbox.outcomes.extend(outcomes)
 
     def unfinished(self) -> list[int]:
-        running = self._step.tasks if self._step else []
+        running = [task for step in self._steps for task in step.tasks]
         waiting = [outcome.task for outcome in self._outbox.outcomes]
         return [task.task_id for task in (*waiting, *running, *self._pending)]
 

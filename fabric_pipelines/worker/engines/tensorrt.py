@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from fabric_pipelines import models
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
+from fabric_pipelines.device import calls
 from fabric_pipelines.errors import DeviceRefused, EngineFailed, ManifestRefused
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
@@ -276,6 +277,7 @@ class TensorRtEngine:
         chosen = {id(task) for task in tasks}
         self._pending = [task for task in self._pending if id(task) not in chosen]
         self._turns += 1
+        self.stats.add_step(len(tasks), sum(task.length for task in tasks), self.profile)
         slot.tasks, slot.turn, slot.started_us = tasks, self._turns, self._clock.wall_us()
         if self._busy_since_s is None:
             self._busy_since_s = self._clock.monotonic_s()
@@ -292,7 +294,9 @@ class TensorRtEngine:
         profile = next(index for index, end in enumerate(self._ends) if tokens <= end)
         context, stream = slot.context, slot.stream
         if profile != slot.profile:
-            if not context.set_optimization_profile_async(profile, stream.handle):
+            with calls.engine():
+                taken = context.set_optimization_profile_async(profile, stream.handle)
+            if not taken:
                 raise RuntimeError(f"profile {profile} was refused")
             slot.profile = profile
         for name, values in packed_inputs(slot.tasks).items():
@@ -301,11 +305,12 @@ class TensorRtEngine:
             stream.to_device(slot.addresses[name], held)
             if not context.set_input_shape(name, values.shape):
                 raise RuntimeError(f"shape {values.shape} of {name} was refused")
-        missing = context.infer_shapes()
-        if missing:
-            raise RuntimeError(f"shapes of {', '.join(missing)} are not known")
-        if not context.execute_async_v3(stream.handle):
-            raise RuntimeError("the step was not taken")
+        with calls.engine():
+            missing = context.infer_shapes()
+            if missing:
+                raise RuntimeError(f"shapes of {', '.join(missing)} are not known")
+            if not context.execute_async_v3(stream.handle):
+                raise RuntimeError("the step was not taken")
         for name in self._asked(slot):
             stream.to_host(self._rows(slot, name), slot.addresses[name])
         slot.event.record()

@@ -12,8 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.errors import DeviceRefused, EngineFailed, MissingDependency
+from fabric_pipelines.errors import DeviceRefused, EngineFailed, MissingDependency, UsageError
 
+NEVER_WAITED_FOR = (
+    "a compute stream is not waited for, since that would stop whoever feeds it: record an event behind the work "
+    "and ask whether it is done"
+)
 Bytes = npt.NDArray[np.uint8]
 PAGE = 4096
 
@@ -38,6 +42,9 @@ class Stream(Protocol):
 
     def to_host(self, target: Bytes, address: int) -> None:
         """Queue a copy into pinned `target`."""
+
+    def synchronize(self) -> None:
+        """UsageError, always."""
 
 
 class Transfers(Protocol):
@@ -110,6 +117,9 @@ class CupyStream:
 
     def to_host(self, target: Bytes, address: int) -> None:
         self._copy(target.ctypes.data, address, target.nbytes, self._runtime.memcpyDeviceToHost)
+
+    def synchronize(self) -> None:
+        raise UsageError(NEVER_WAITED_FOR)
 
     def _copy(self, to: int, source: int, size: int, kind: int) -> None:
         try:

@@ -9,8 +9,10 @@ device allows is looked up when it opens, and is the engine's own word on the fo
 from __future__ import annotations
 
 import os
+import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -20,6 +22,7 @@ import numpy.typing as npt
 import psutil
 
 from fabric_pipelines import models
+from fabric_pipelines.device import calls
 from fabric_pipelines.errors import DeviceRefused, ManifestRefused, MissingDependency
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines import varlen
@@ -35,6 +38,7 @@ from fabric_pipelines.worker.engines.sampling import (
     pass_objection,
     step_seed,
 )
+from fabric_pipelines.worker.engines.staging import SLOTS, Slot, Staging
 from fabric_pipelines.worker.engines.stepping import SteppingEngine
 from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed, with_vector
 
@@ -54,6 +58,9 @@ COMPILED = "compiled"
 # Of what is free once the weights are there; the rest is for activations and others.
 MEMORY_SHARE = 0.5
 WINDOW_STEPS = 2
+WARM_UP_LENGTH, WARM_UP_LAYERS = 32, 4
+# Of pinned memory for results: a larger step brings them in pieces.
+RESULT_BYTES_MAX = 64 << 20
 
 
 def transformers_engine(
@@ -96,6 +103,7 @@ class TransformersEngine(SteppingEngine):
         self._memory_tokens = 0
         self._attention = varlen.Attention()
         self._model: Any = None
+        self._staging: Staging | None = None
         self._torch: Any = None
         self._library: Any = None
 
@@ -117,6 +125,56 @@ class TransformersEngine(SteppingEngine):
             raise RuntimeError(str(fault)) from fault
         self._memory_tokens = int(MEMORY_SHARE * self._free_bytes()) // self._bytes_per_token()
         self._prepare()
+
+    def _ready(self) -> None:
+        """Sized from the profile."""
+        limits = self.manifest
+        inputs = self._input_bytes(self._step_tokens(), limits.max_batch_size)
+        row = self._result_row_bytes()
+        results = min(max(row * limits.max_batch_size, row), max(RESULT_BYTES_MAX, row))
+        self._staging = Staging(self._torch, self._device, inputs, results)
+        if self._device == "cuda":
+            self._warm_up()
+            self._staging.forget()
+            self.stats.device_s, self.stats.device_gaps = 0.0, self._staging.gaps
+
+    def _step_tokens(self) -> int:
+        """A head longer than a step goes alone."""
+        return max(self.manifest.max_num_tokens, self.manifest.max_input_len)
+
+    @abstractmethod
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        """Most of each input of a step."""
+
+    @abstractmethod
+    def _result_row_bytes(self) -> int:
+        """What may come back for one task."""
+
+    @abstractmethod
+    def _warm_up(self) -> None:
+        """On a card, one step of the largest size, so that the library's own pools have grown before the first lease."""
+
+    def _fetched(self, slot: Slot, made: Any) -> npt.NDArray[Any]:
+        """`made` [n, width] on this machine; the step's time on the card goes to the counters."""
+        assert self._staging is not None, f"{self.name} is not open"
+        found = self._staging.fetch(slot, made)
+        self.stats.device_s, self.stats.device_gaps = self._staging.device_s, self._staging.gaps
+        return found
+
+    def _launched(
+        self, arrays: Sequence[npt.NDArray[Any]], work: Callable[[list[Any]], Any]
+    ) -> tuple[Slot, Any]:
+        """A step is queued: `work` makes its results [n, width] of the arrays on the device."""
+        assert self._staging is not None, f"{self.name} is not open"
+        with self._torch.inference_mode(), self._staging.stream():
+            slot, there = self._staging.put(arrays)
+            try:
+                made = work(there)
+                self._staging.launched(slot, made)
+            except BaseException:
+                self._staging.withdraw(slot)
+                raise
+        return slot, made
 
     def _require_files(self) -> None:
         """All that can be compared before torch is imported and a device is touched."""
@@ -177,7 +235,7 @@ class TransformersEngine(SteppingEngine):
         return int(psutil.virtual_memory().available)
 
     def _free(self) -> None:
-        self._model = None
+        self._model = self._staging = None
         if self._device == "cuda" and self._torch is not None:
             self._torch.cuda.empty_cache()
 
@@ -240,6 +298,15 @@ class GenerateEngine(TransformersEngine):
         width = config.num_key_value_heads * head
         return int(2 * config.num_hidden_layers * width * self._model.dtype.itemsize)
 
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        return [8 * tokens, 8 * tokens]  # ids and mask
+
+    def _result_row_bytes(self) -> int:
+        return 8 * self.manifest.max_seq_len
+
+    def _warm_up(self) -> None:
+        """Nothing: what a generation takes depends on its outputs, which grow as they come."""
+
     def _objection(self, task: Task) -> str | None:
         return generation_objection(task, self._folder.facts["vocab_size"], GENERATE_KEYS)
 
@@ -264,19 +331,21 @@ class GenerateEngine(TransformersEngine):
         for row, task in enumerate(tasks):
             ids[row, width - task.length :] = task.tokens
             held[row, width - task.length :] = 1
-        with torch.inference_mode(), torch.random.fork_rng(devices=self._devices()):
-            torch.manual_seed(step_seed(tasks))
-            made = self._model.generate(
-                torch.from_numpy(ids).to(self._device),
-                attention_mask=torch.from_numpy(held).to(self._device),
-                generation_config=self._generation(tasks[0]),
-            )
+
+        def generate(there: list[Any]) -> Any:
+            with calls.engine(), torch.random.fork_rng(devices=self._devices()):
+                torch.manual_seed(step_seed(tasks))
+                return self._model.generate(
+                    there[0], attention_mask=there[1], generation_config=self._generation(tasks[0])
+                )
+
+        answers = self._fetched(*self._launched([ids, held], generate))
         computed = sum(task.length for task in tasks)
         self.stats.computed_tokens += computed
         self.stats.padded_tokens += len(tasks) * width - computed
         return [
             self._outcome(task, row[width:], width - task.length)
-            for task, row in zip(tasks, made.cpu().numpy(), strict=True)
+            for task, row in zip(tasks, answers, strict=True)
         ]
 
     def _generation(self, task: Task) -> Any:
@@ -323,6 +392,9 @@ class PassEngine(TransformersEngine):
 
     def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
         super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
+        self._wide: Any = None
+        self._fetcher: ThreadPoolExecutor | None = None
+        self._busy_until_s = 0.0
         self._compiled = COMPILED in name.partition("@")[2].split("-")
 
     def _class(self) -> tuple[Any, dict[str, Any]]:
@@ -344,6 +416,45 @@ class PassEngine(TransformersEngine):
         width = 6 * config.hidden_size + 3 * config.intermediate_size
         return int(width * self._model.dtype.itemsize)
 
+    def _input_bytes(self, tokens: int, sequences: int) -> list[int]:
+        return [8 * tokens, 8 * tokens, 4 * (sequences + 1)]  # ids, positions, ends
+
+    def _result_row_bytes(self) -> int:
+        return 4 * int(self._model.config.hidden_size) * (len(self._blocks) + 1)
+
+    def _warm_up(self) -> None:
+        """As many sequences as the largest step can have, since results grow with those and all else with tokens; then
+        one token and every layer, for the pool of small pieces."""
+        tokens = self.manifest.max_num_tokens
+        count = max(min(self.manifest.max_batch_size, tokens // WARM_UP_LENGTH), 1)
+        kind = "embed" if self.manifest.architecture == "BertModel" else "hidden"
+        every = list(range(len(self._blocks) + 1))
+        for lengths, layers in (([tokens // count] * count, every[-WARM_UP_LAYERS:]), ([1], every)):
+            self._vectors([np.zeros(length, np.uint32) for length in lengths],
+                          {"kind": kind, "layers": layers, "pooling": "mean"})  # fmt: skip
+
+    def _ready(self) -> None:
+        width, config = self._step_tokens(), self._model.config
+        if self._model.dtype != self._torch.float32:
+            # Means are taken in float32; of all that a step needs of our own it is by far the largest.
+            self._wide = self._torch.empty(
+                width, config.hidden_size, dtype=self._torch.float32, device=self._device
+            )
+        super()._ready()
+        if self._device == "cuda":
+            self._launch_ahead()
+
+    def _launch_ahead(self) -> None:
+        self.steps_most = SLOTS
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-results")
+
+    def _free(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.shutdown(wait=True, cancel_futures=True)
+            self._fetcher = None
+        self._wide = None
+        super()._free()
+
     def _objection(self, task: Task) -> str | None:
         layers = len(self._blocks)
         return pass_objection(
@@ -357,28 +468,58 @@ class PassEngine(TransformersEngine):
             tasks_max=self.profile.max_batch_size,
         )
 
+    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+        """On a card: launched in the engine's thread while the step before still runs, fetched in another."""
+        if self._fetcher is None:
+            return super()._begin(tasks, thread)
+        launched = thread.submit(self._launch, [task.tokens for task in tasks], tasks[0].sampling)
+        return self._fetcher.submit(self._end, tasks, launched, time.perf_counter())
+
+    def _end(
+        self, tasks: list[Task], launched: Future[tuple[Slot, Any]], begun_s: float
+    ) -> list[Outcome]:
+        try:
+            vectors = self._fetched(*launched.result())
+        finally:
+            now = time.perf_counter()  # two steps at once are busy once
+            self.stats.busy_s += now - max(begun_s, self._busy_until_s)
+            self._busy_until_s = now
+        return self._outcomes(tasks, vectors)
+
     def _run(self, tasks: list[Task]) -> list[Outcome]:
-        vectors = self.vectors(tasks)
+        return self._outcomes(tasks, self.vectors(tasks))
+
+    def _outcomes(self, tasks: Sequence[Task], vectors: Float32) -> list[Outcome]:
         self.stats.computed_tokens += sum(task.length for task in tasks)
         return [with_vector(task, row, 0) for task, row in zip(tasks, vectors, strict=True)]
 
     def vectors(self, tasks: Sequence[Task]) -> Float32:
         """float32 [tasks, layers x dim], or [tasks, dim] of an embedding; all tasks of one group."""
-        torch, sampling = self._torch, tasks[0].sampling
-        packing = varlen.Packing.of([task.length for task in tasks], self._device)
-        ids = np.concatenate([task.tokens for task in tasks]).astype(np.int64)
-        with torch.inference_mode():
-            pooled = (
-                self._hidden(ids, packing, sampling)
-                if sampling["kind"] == "hidden"
-                else self._embed(ids, packing, sampling)
-            )
-        vectors: Float32 = pooled.cpu().numpy()
+        return self._vectors([task.tokens for task in tasks], tasks[0].sampling)
+
+    def _vectors(
+        self, prompts: Sequence[npt.NDArray[np.uint32]], sampling: Mapping[str, Any]
+    ) -> Float32:
+        vectors: Float32 = self._fetched(*self._launch(prompts, sampling))
         return vectors
 
-    def _hidden(
-        self, ids: npt.NDArray[np.int64], packing: varlen.Packing, sampling: Mapping[str, Any]
-    ) -> Any:
+    def _launch(
+        self, prompts: Sequence[npt.NDArray[np.uint32]], sampling: Mapping[str, Any]
+    ) -> tuple[Slot, Any]:
+        lengths = [len(prompt) for prompt in prompts]
+        ids = np.concatenate(prompts).astype(np.int64)
+        ends, positions = varlen.laid_out(lengths)
+
+        def work(there: list[Any]) -> Any:
+            row, positions_there, ends_there = there
+            packing = varlen.Packing(tuple(lengths), ends_there, positions_there)
+            return (self._hidden if sampling["kind"] == "hidden" else self._embed)(
+                row, packing, sampling
+            )
+
+        return self._launched([ids[None], positions[None], ends], work)
+
+    def _hidden(self, row: Any, packing: varlen.Packing, sampling: Mapping[str, Any]) -> Any:
         layers: list[int] = list(sampling["layers"])
         pooled: dict[int, Any] = {}
         hooks = [
@@ -390,7 +531,7 @@ class PassEngine(TransformersEngine):
         # Blocks behind the deepest layer are taken out for the pass: nothing asks for them.
         setattr(self._stack, self._stack_name, self._blocks[: max(layers)])
         try:
-            self._pass(ids, packing)
+            self._pass(row, packing)
         finally:
             setattr(self._stack, self._stack_name, self._blocks)
             for hook in hooks:
@@ -402,23 +543,23 @@ class PassEngine(TransformersEngine):
     ) -> Any:
         def keep(module: Any, given: Any, made: Any) -> None:
             states = made[0] if isinstance(made, tuple) else made
-            pooled[layer] = self._pool(states[0], packing, how)
+            with calls.ours():
+                pooled[layer] = self._pool(states[0], packing, how)
 
         return keep
 
-    def _embed(
-        self, ids: npt.NDArray[np.int64], packing: varlen.Packing, sampling: Mapping[str, Any]
-    ) -> Any:
-        means = self._pool(self._pass(ids, packing).last_hidden_state[0], packing, "mean")
+    def _embed(self, row: Any, packing: varlen.Packing, sampling: Mapping[str, Any]) -> Any:
+        means = self._pool(self._pass(row, packing).last_hidden_state[0], packing, "mean")
         if sampling.get("normalise", True):
             means = self._torch.nn.functional.normalize(means, dim=1)
         return means
 
-    def _pass(self, ids: npt.NDArray[np.int64], packing: varlen.Packing) -> Any:
-        row = self._torch.from_numpy(ids)[None].to(self._device)
+    def _pass(self, row: Any, packing: varlen.Packing) -> Any:
+        """row: ids [1, T] on the device."""
         more = {} if self._stack is not self._model else {"use_cache": False}
         self._attention.packing = packing
-        return self._model(input_ids=row, position_ids=packing.positions, **more)
+        with calls.engine():
+            return self._model(input_ids=row, position_ids=packing.positions, **more)
 
     def _pool(self, states: Any, packing: varlen.Packing, how: str) -> Any:
         """[T, D] -> float32 [n, D], on the device: what leaves it is a row a sequence, not a row a token."""
@@ -426,8 +567,9 @@ class PassEngine(TransformersEngine):
         if how == "last":
             return states.index_select(0, ends - 1).float()
         lengths = packing.ends.diff().long()
+        wide = states if self._wide is None else self._wide[: len(states)].copy_(states)
         # Adding rows by index would be atomic, and hundreds of tokens meet in one row; unsafe: no check that waits.
-        return self._torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
+        return self._torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True)
 
 
 def _missing(package: str) -> MissingDependency:

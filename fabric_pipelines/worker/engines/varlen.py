@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.device import calls
+
 _numbers = itertools.count()
 
 
@@ -25,15 +30,13 @@ class Packing:
     ends: Any
     positions: Any
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: str) -> Packing:
-        import torch
 
-        counts = torch.tensor(lengths)
-        ends = torch.tensor((0, *lengths)).cumsum(0)
-        starts = ends[:-1].repeat_interleave(counts)
-        positions = torch.arange(int(ends[-1])) - starts
-        return cls(tuple(lengths), ends.to(device, torch.int32), positions[None].to(device))
+def laid_out(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """`ends` [n + 1] and positions [T] of sequences that lie end to end, made here and not on the device."""
+    counts = np.asarray(lengths, np.int64)
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+    return ends.astype(np.int32), positions
 
 
 class Attention:
@@ -53,7 +56,8 @@ class Attention:
     ) -> tuple[Any, None]:
         assert self.packing is not None, "a pass has a packing"
         window = more.get("sliding_window")
-        return attend(module, query, key, value, self.packing, more["scaling"], window), None
+        with calls.ours():
+            return attend(module, query, key, value, self.packing, more["scaling"], window), None
 
 
 def attend(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric_pipelines.clock import Clock
+from fabric_pipelines.device import calls
 from fabric_pipelines.worker.engines.by_request import RequestDriver
 from fabric_pipelines.worker.engines.tasks import Task
 
@@ -166,7 +167,8 @@ class Driver(RequestDriver):
         return None
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        with calls.engine():
+            outputs = self._engine.step()
         self.steps += 1
         self._stepped_s = self._clock.monotonic_s()
         ended_us = self._clock.wall_us()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fabric_pipelines.worker.engines.transformers import PassEngine
 from tests.engine_conformance import Conformance, Subject
 from tests.tiny_models import WORDS
 from tests.unit.engines.test_conformance import FP16, GREEDY, PROMPTS, TEXTS, _Broken
@@ -90,6 +91,22 @@ class TestHidden(Conformance):
                 bad_token=9_999,
                 tolerance=FP16 * 10,
             )
+
+
+class TestHiddenLaunchedAhead(TestHidden):
+    """As on a card: a step is launched before the results of the one before are fetched."""
+
+    @pytest.fixture
+    def subject(self, tiny: TinyCheckpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+        ready = PassEngine._ready
+
+        def ready_as_on_a_card(engine: PassEngine) -> None:
+            ready(engine)
+            engine._launch_ahead()
+
+        monkeypatch.setattr(PassEngine, "_ready", ready_as_on_a_card)
+        make: Any = TestHidden.subject
+        yield from make.__wrapped__(self, tiny)
 
 
 class TestEmbed(Conformance):

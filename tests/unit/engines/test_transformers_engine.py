@@ -210,7 +210,8 @@ def test_a_step_is_one_row_without_padding(hidden: Any) -> None:
 def test_a_window_shorter_than_a_sequence_is_refused_not_ignored() -> None:
     torch, _ = libraries()
     states = torch.zeros(1, 1, 5, 4)
-    packing = varlen.Packing.of([2, 3], "cpu")
+    ends, positions = varlen.laid_out([2, 3])
+    packing = varlen.Packing((2, 3), torch.from_numpy(ends), torch.from_numpy(positions)[None])
     assert packing.positions.tolist() == [[0, 1, 0, 1, 2]]
     assert packing.ends.tolist() == [0, 2, 5]
     with pytest.raises(RuntimeError, match="3 tokens is longer than the model's window of 2"):

@@ -478,3 +478,13 @@ def test_a_worker_that_runs_for_good_waits_for_its_broker_without_end() -> None:
     broker.restart()
     turn_until(loop, lambda: loop.counts.sent == 3)
     assert not broker.ready
+
+
+def test_a_run_until_idle_ends_when_nothing_is_left_and_not_a_pause_later() -> None:
+    """The broker's last "nothing" was followed by a wait of up to a second before the end was noticed."""
+    broker = ScriptedBroker(tasks(40))
+    loop, hand = worker(ScriptedEngine(), broker)
+    turn_until(loop, lambda: loop.counts.sent == 40)
+    hand.waits.clear()
+    loop.run()
+    assert hand.waits == []

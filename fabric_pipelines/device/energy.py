@@ -1,0 +1,88 @@
+"""What a card has used and how busy it says it is, from NVIDIA's management library (NVML), without a package for it.
+
+The energy is the card's own counter since its driver was loaded, in millijoules; a difference of two looks is exact, where
+sampled power would miss what happens between. A card or driver that does not count gives None, and nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fabric_pipelines.errors import DeviceRefused
+
+LIBRARY = "libnvidia-ml.so.1"
+SUCCESS = 0
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class CardMeter:
+    """Of the card `which`: its number in the machine, or its UUID as CUDA_VISIBLE_DEVICES may give it. DeviceRefused when
+    NVML or the card is not there."""
+
+    def __init__(self, which: str, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        try:
+            self._nvml = load(LIBRARY)
+        except OSError as fault:
+            raise DeviceRefused(f"NVML cannot be loaded ({fault}): no energy is counted") from fault
+        self._handle = ctypes.c_void_p()
+        self._ask("nvmlInit_v2")
+        self._open = True
+        there = ctypes.byref(self._handle)
+        try:
+            if which.isdigit():
+                self._ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(which)), there)
+            else:
+                self._ask("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(which.encode()), there)
+        except DeviceRefused:
+            self.close()
+            raise
+
+    def __enter__(self) -> CardMeter:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._open:
+            self._open = False
+            self._nvml.nvmlShutdown()
+
+    def joules(self) -> float | None:
+        """Since the driver was loaded; None where the card does not count."""
+        used = ctypes.c_ulonglong()
+        with contextlib.suppress(DeviceRefused):
+            self._ask("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(used))
+            return used.value / 1e3
+        return None
+
+    def busy(self) -> float | None:
+        """Share of NVML's last sampling period in which a kernel ran; None where it is not told."""
+        seen = _Utilisation()
+        with contextlib.suppress(DeviceRefused):
+            self._ask("nvmlDeviceGetUtilizationRates", self._handle, ctypes.byref(seen))
+            return float(seen.gpu) / 100
+        return None
+
+    def _ask(self, name: str, *given: Any) -> None:
+        try:
+            result = int(getattr(self._nvml, name)(*given))
+        except AttributeError:
+            raise DeviceRefused(f"this driver's NVML has no {name}") from None
+        if result != SUCCESS:
+            raise DeviceRefused(f"NVML's {name} failed with {result}")
+
+
+def visible(device: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Which card a worker on `cuda:N` computes on, for NVML, which knows nothing of CUDA_VISIBLE_DEVICES: the first of that
+    list, since an engine takes the first card that its process sees."""
+    seen = environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return seen or device.partition(":")[2]
