@@ -1,6 +1,6 @@
 """What an increment costs beside a full build: bytes, time and recall, for random and for confined moves.
 
-    python tests/bench/rebuild.py [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
+    python -m tests.bench.rebuild [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
         [--kind random|confined] [--seeds 1] [--times 1] [--json]
 
 One generation is built; for each kind of move 1 % of its rows change and it is refreshed. Beside it stand full builds
