@@ -29,15 +29,16 @@ def bench_supply(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Padding, prefix reuse, lane switches and idle consumers by the broker's own decisions; about 20 s."""
-    from fabric_pipelines.bench import supply_quality, supply_scale
+    """Padding, prefix reuse, lane switches, idle consumers, unlike profiles and tenants by the broker's own decisions;
+    about 30 s."""
+    from fabric_pipelines.bench import supply_quality, supply_scale, supply_shares
 
     if scale:
         sized = supply_scale.measure(say=lambda line: typer.echo(line, err=True))
         _print(sized, supply_scale.table(sized), as_json)
     else:
-        found = supply_quality.measure()
-        _print(found, supply_quality.table(found), as_json)
+        found = supply_quality.measure() | supply_shares.measure()
+        _print(found, f"{supply_quality.table(found)}\n\n{supply_shares.table(found)}", as_json)
 
 
 @app.command("broker")
@@ -100,7 +101,7 @@ def bench_landing(
     runs: Annotated[int, typer.Option(min=1, help="Runs of the governor's part.")] = 5,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="ways, prices or governor; may be given more than once."),
+        typer.Option(help="ways, floor, prices or governor; may be given more than once."),
     ] = None,
     as_json: Json = False,
 ) -> None:

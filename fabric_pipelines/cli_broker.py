@@ -77,6 +77,20 @@ def broker_drain(
     emit(plain(report), as_json)
 
 
+@app.command("abandon")
+def broker_abandon(
+    ctx: typer.Context,
+    submission_id: Annotated[str, typer.Argument(help="Its id, all 64 digits.")],
+    as_json: Json = False,
+) -> None:
+    """End a submission that will never be whole: what came of it runs, nothing more is taken, its id is used up."""
+    from fabric_pipelines.broker.client import BrokerClient
+
+    with BrokerClient.of(settings_of(ctx), role="admin") as client:
+        found = client.abandon(submission_id)
+    emit(plain(found), as_json)
+
+
 @dead_app.command("list")
 def dead_list(
     ctx: typer.Context,

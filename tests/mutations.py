@@ -22,6 +22,7 @@ DURABLE = (
     "broker",
     "dataplane/cold_store.py",
 )  # what writes or reads the log, its files and objects
+EXACT = {"chain", "digest", ".least"}  # of CRCs, of a checkpoint, of a file that may not be shorter
 SEAM = "journal/files.py"  # the operations themselves
 
 
@@ -69,21 +70,25 @@ def sync_sites() -> list[Site]:
 
 
 def _compares_crc(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+    if not isinstance(node, ast.Compare) or not isinstance(
+        node.ops[0], ast.Eq | ast.NotEq | ast.Lt
+    ):
         return False
     words = {
         part.id if isinstance(part, ast.Name) else part.attr
         for part in ast.walk(node)
         if isinstance(part, ast.Name | ast.Attribute)
     }
+    words |= {f".{part.attr}" for part in ast.walk(node) if isinstance(part, ast.Attribute)}
     keys = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
     marks = ("crc", "checksums")
     named = {str(word) for word in words | keys}
-    return "chain" in named or any(mark in word for mark in marks for word in named)
+    return bool(named & EXACT) or any(mark in word for mark in marks for word in named)
 
 
 def crc_sites(modules: tuple[str, ...] = ("journal", "broker")) -> list[Site]:
-    """Each comparison of a CRC32C, or of a chain of them, that decides something; an `assert` does not."""
+    """Each comparison of a CRC32C, of a chain of them, of a digest or of the size of a file that decides something; an
+    `assert` does not."""
     found = []
     for module, name, function in _functions(modules):
         asserted = {
@@ -113,14 +118,19 @@ class _TakeOut(ast.NodeTransformer):
 
 def take_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function at `site` from now on finds its CRC right, whatever it is."""
-    module = importlib.import_module(site.module)
     (definition,) = [f for m, name, f in _functions((_file(site),)) if name == site.name]
-    mutant = ast.fix_missing_locations(
-        ast.Module([_TakeOut(site).visit(definition)], type_ignores=[])
-    )
+    changed = _TakeOut(site).visit(definition)
+    put(importlib.import_module(site.module), site.name, changed, monkeypatch)
+
+
+def put(
+    module: ModuleType, name: str, definition: ast.FunctionDef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From now on `definition` is the function, or the method, `name` of `module`, for all who have it."""
+    mutant = ast.fix_missing_locations(ast.Module([definition], type_ignores=[]))
     made: dict[str, Any] = {}
     exec(compile(mutant, str(module.__file__), "exec", flags=_annotations()), vars(module), made)
-    owner, _, name = site.name.rpartition(".")
+    owner, _, name = name.rpartition(".")
     if owner:
         monkeypatch.setattr(getattr(module, owner), name, made[name])
         return

@@ -41,18 +41,25 @@ UPLOAD_ROWS = 4096
 
 
 class Desk:
-    """A core over one closed submission; facts are applied and forgotten."""
+    """A core over closed submissions; facts are applied and forgotten."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self.core = Core(State(1), Limits())
+        self._lsn = 0
+
+    def submit(
         self,
         prompt: Counts,
         new: Counts,
         tokens: npt.NDArray[np.uint32] | None = None,
         *,
         sampling: dict[str, Any],
+        tenant: str = "default",
     ) -> None:
+        """One closed submission; its tasks are numbered on from those before it."""
+        base = self.core.state.index.count
         header = Submission(
-            submission_id="ab" * 32,
+            submission_id=f"{len(self.core.state.submissions):064x}",
             function="bench",
             engine=ENGINE,
             sampling=sampling,
@@ -60,9 +67,8 @@ class Desk:
             tasks=len(prompt),
             tokens=int(prompt.sum()),
             fingerprint="",
+            tenant=tenant,
         )
-        self.core = Core(State(1), Limits())
-        self._lsn = 0
         self._apply([SubmissionOpened(header)])
         ends = np.cumsum(prompt)
         for first in range(0, len(prompt), UPLOAD_ROWS):
@@ -75,7 +81,7 @@ class Desk:
             )
             shape = shapes(header, prompt[rows], new[rows])
             columns = BatchColumns(prompt[rows], new[rows], shape, keys)
-            fact = Enqueued(header.submission_id, 0, first, first, len(keys), b"", 2)
+            fact = Enqueued(header.submission_id, 0, first, base + first, len(keys), b"", 2)
             self._apply([fact], columns)
         self._apply([SubmissionClosed(header.submission_id)])
         self._apply(self.core.lane_steps())
@@ -133,7 +139,8 @@ def log_normal_lengths(tasks: int, seed: int) -> Counts:
 
 def padding(tasks: int = 60_000, batch: int = 64, seed: int = 2026) -> Padding:
     lengths = log_normal_lengths(tasks, seed)
-    desk = Desk(lengths, np.zeros_like(lengths), sampling=EMBED)
+    desk = Desk()
+    desk.submit(lengths, np.zeros_like(lengths), sampling=EMBED)
     desk.attach("w", Profile(batch, 1 << 30, 0, 0))
     padded = 0
     while len(got := desk.lease("w", Budget(batch, 1 << 30, None))):
@@ -270,13 +277,18 @@ class _Consumer:
     running: int = 0
 
 
-class _Run:
+class Run:
     """Continuous batching: a slot is filled as soon as it is free, the window once it is half empty. Time is
     simulated; each task takes its prefill and its decode, both jittered."""
 
-    def __init__(self, prompts: Prompts, consumers: int, seed: int) -> None:
+    def __init__(
+        self, prompts: Prompts, consumers: int, seed: int, desk: Desk | None = None
+    ) -> None:
+        """`desk`: with these prompts in it already, in their order."""
         self.prompts = prompts
-        self.desk = Desk(prompts.prompt, prompts.new, prompts.tokens, sampling=GENERATE)
+        self.desk = desk or Desk()
+        if desk is None:
+            self.desk.submit(prompts.prompt, prompts.new, prompts.tokens, sampling=GENERATE)
         jitter = np.random.default_rng(seed).uniform(0.8, 1.25, len(prompts.prompt))
         self.took = (prompts.prompt * PREFILL_S + prompts.output * STEP_S) * jitter
         self.began = np.zeros(len(self.took))
@@ -317,7 +329,7 @@ class _Run:
 
 
 def run_pool(prompts: Prompts, consumers: int, seed: int = 3) -> Pool:
-    run = _Run(prompts, consumers, seed)
+    run = Run(prompts, consumers, seed)
     assert sorted(task for one in run.pool for task in one.started) == list(range(len(run.took)))
     found = sum(
         reused((prompts.chains[task] for task in one.started), CACHED_BLOCKS) for one in run.pool

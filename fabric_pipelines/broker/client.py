@@ -322,6 +322,11 @@ class BrokerClient:
             state = self._require_answer(reader)
         return state
 
+    def abandon(self, submission_id: str) -> SubmissionState:
+        """End a submission with what came of it, which runs; its id is used up. Durable on return. UsageError if the
+        broker does not know it, or it is whole and closed."""
+        return SubmissionState(**self._call("abandon", {"submission_id": submission_id})[0])
+
     def submission(
         self, submission_id: str, *, patience: Patience | None = None
     ) -> SubmissionState | None:

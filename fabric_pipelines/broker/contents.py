@@ -1,4 +1,8 @@
-"""What has been fingerprinted of submissions that are still open: derived, lost with the process, read back if needed.
+"""Whether a submission's content is what its fingerprint says: derived, lost with the process, read back if needed.
+
+The batch that would make a submission whole and other than declared is refused before it is journaled, so that what was
+taken so far stays open for the right one. Only where that cannot be known then, since earlier rows are no longer all
+there, does it come out at the close or not at all.
 
 An upload stream fingerprints its own rows, outside the owner's thread. That counts only while every row of the submission
 came in that one stream; of rows that two streams brought, only the journal knows what was taken.
@@ -6,12 +10,14 @@ came in that one stream; of rows that two streams brought, only the journal know
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pyarrow as pa
 
 from fabric_pipelines.errors import SubmissionConflict
 from fabric_pipelines.records.submission import Fingerprinter, Submission
+
+ABANDON = "fabric broker abandon"
 
 
 class Contents:
@@ -49,6 +55,59 @@ class Contents:
             running.update(batch)
             self._running[submission_id] = running
 
+    def proven(
+        self,
+        header: Submission,
+        before: int,
+        tokens: int,
+        batch: pa.RecordBatch,
+        content: Fingerprinter | None,
+        stored: Callable[[], Iterable[pa.RecordBatch] | None],
+    ) -> Fingerprinter | None:
+        """The content with `batch`, which comes after `before` rows and is the last, and makes it `tokens` in all; None
+        if nobody can know it. SubmissionConflict if it is something else. Arguments as for `take` and `prove`."""
+        name, running = header.submission_id, self._running.get(header.submission_id)
+        if content is None or (before and content is not running):
+            whole = self._before(running, before, stored)
+            if whole is not None:
+                whole.update(batch)
+        else:
+            whole = content
+        if tokens != header.tokens:
+            what = f"{tokens} tokens, not the {header.tokens} that it declared"
+        elif whole is None or _is(whole, header):
+            if whole is not None:
+                self._running[name] = whole
+            return whole
+        else:
+            what = f"other content than its fingerprint {header.fingerprint[:12]} says"
+        remedy = (
+            f"with its last rows, from {before} on: they were not taken; send the right ones, or, should the fault lie "
+            f"before them or in the header, all of it under another id (set the salt), and `{ABANDON} {name}`"
+            if before
+            else "and nothing of it was taken: send it with the right header"
+        )
+        raise SubmissionConflict(f"submission {name[:12]} would have {what}, {remedy}")
+
+    @staticmethod
+    def _before(
+        running: Fingerprinter | None,
+        before: int,
+        stored: Callable[[], Iterable[pa.RecordBatch] | None],
+    ) -> Fingerprinter | None:
+        """The content of the `before` rows that were taken, to be carried on."""
+        if not before:
+            return Fingerprinter()
+        if running is not None and running.tasks == before:
+            return running.copy()
+        batches = stored()
+        if batches is None:
+            return None
+        found = Fingerprinter()
+        for batch in batches:
+            found.update(batch)
+        return found
+
     def prove(self, header: Submission, stored: Iterable[pa.RecordBatch] | None) -> bool:
         """Whether the content of this whole submission was compared with its fingerprint; `stored` gives it again,
         None if it is no longer all there. SubmissionConflict if it is something else."""
@@ -65,7 +124,8 @@ class Contents:
             return False
         raise SubmissionConflict(
             f"submission {header.submission_id[:12]} has other content than its fingerprint "
-            f"{header.fingerprint[:12]} says: it stays open; submit the right content under another id (set the salt)"
+            f"{header.fingerprint[:12]} says: it stays open; submit the right content under another id (set the salt), "
+            f"and `{ABANDON} {header.submission_id}`"
         )
 
 

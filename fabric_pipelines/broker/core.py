@@ -58,6 +58,7 @@ from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.sessions import Limits as Limits
 from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
+from fabric_pipelines.broker.submissions import abandoned, require_goes_on, state_of
 from fabric_pipelines.broker.supply import SUSPECTS_ALONE, Asker, Grant, Supply
 from fabric_pipelines.errors import (
     BalanceBroken,
@@ -72,6 +73,7 @@ from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import STATUSES, largest_vector
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.submission import Fingerprinter, Submission
+from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
 NOTHING: Sequences = np.zeros(0, np.int64)
@@ -91,6 +93,7 @@ COUNTERS = (
     "offered_tokens",
     "padded_tokens",
     "closed_unproven",
+    "abandoned",
     "too_large",
     "given_up",
     "requeued",
@@ -164,6 +167,7 @@ class Core:
         elif isinstance(fact, Requeued):
             counters["requeued"] += len(fact.tasks)
         elif isinstance(fact, SubmissionClosed):
+            counters["abandoned"] += fact.abandoned
             self._contents.forget(fact.submission_id)
             self._stepping |= self.state.by_submission[fact.submission_id].lanes
         elif isinstance(fact, Settled):
@@ -176,26 +180,7 @@ class Core:
         record = self.state.by_submission.get(header.submission_id)
         if record is None:
             return [SubmissionOpened(header)]
-        for name in (
-            "fingerprint",
-            "tasks",
-            "tokens",
-            "function",
-            "engine",
-            "tenant",
-            "vocab_size",
-        ):
-            mine, theirs = getattr(record.header, name), getattr(header, name)
-            if mine != theirs:
-                raise SubmissionConflict(
-                    f"submission {header.submission_id[:12]} is known with {name} {mine!r}, not "
-                    f"{theirs!r}: other content needs another id (set the salt)"
-                )
-        if dict(record.header.sampling) != dict(header.sampling):
-            raise SubmissionConflict(
-                f"submission {header.submission_id[:12]} is known with other sampling: it needs "
-                "another id (set the salt)"
-            )
+        require_goes_on(record, header)
         return []
 
     def known(self, submission_id: str) -> SubmissionRecord:
@@ -256,6 +241,26 @@ class Core:
             self.counters["closed_unproven"] += 1
         return [SubmissionClosed(submission_id)]
 
+    def abandon(self, submission_id: str) -> list[Fact]:
+        """Nothing more comes of it, and what came runs. UsageError if it is closed and what it says."""
+        return list(abandoned(self.known(submission_id)))
+
+    def proven(
+        self,
+        header: Submission,
+        batch: pa.RecordBatch,
+        content: Fingerprinter | None,
+        stored: Callable[[], Iterable[pa.RecordBatch] | None],
+    ) -> Fingerprinter | None:
+        """`content`, or what is known of it; SubmissionConflict if with `batch` the submission is whole and not what
+        its fingerprint says. `stored` gives the batches before it again, None if they are no longer all there."""
+        record = self.state.by_submission.get(header.submission_id)
+        before = 0 if record is None else record.rows
+        if before + batch.num_rows < header.tasks:
+            return content
+        tokens = int(token_counts(batch).sum()) + (0 if record is None else record.tokens)
+        return self._contents.proven(header, before, tokens, batch, content, stored)
+
     def content_of(self, submission_id: str) -> Fingerprinter | None:
         """Fingerprint of what was taken so far, for one stream to carry on."""
         record = self.state.by_submission.get(submission_id)
@@ -270,28 +275,7 @@ class Core:
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         record = self.state.by_submission.get(submission_id)
-        if record is None:
-            return None
-        tasks = self.state.submission_tasks[1:, record.index].tolist()
-        first = record.first_sequence
-        header = record.header
-        return SubmissionState(
-            submission_id=submission_id,
-            function=header.function,
-            engine=header.engine,
-            tasks=header.tasks,
-            tokens=header.tokens,
-            fingerprint=header.fingerprint,
-            closed=record.closed,
-            enqueued=record.rows,
-            **dict(zip(STATE_NAMES, tasks, strict=True)),
-            retired_tokens=int(self.state.retired_tokens[record.index]),
-            output_tokens=int(self.state.output_tokens[record.index]),
-            first_task_id=None
-            if first is None
-            else first + (self.state.incarnation << SEQUENCE_BITS),
-            batches=len(record.batches),
-        )
+        return None if record is None else state_of(self.state, record)
 
     # -- consumers
 
@@ -372,11 +356,7 @@ class Core:
         if self.state.suspects and self._holds_suspects(leases):
             session.held_back = SUSPECTS_ALONE
             return [], None
-        consumers = sum(1 for other in self.sessions.values() if other.engine == session.engine)
-        refuser = bit_of(session.kind, self.state.classes)
-        asker = Asker(
-            name, session.engine, refuser, consumers, busy=bool(leases), tenant=session.tenant
-        )
+        asker = self._asker(session, busy=bool(leases))
         grant = self._supply.grant(asker, session.lane, budget)
         if grant is None:
             session.held_back = self._supply.held_back
@@ -387,6 +367,23 @@ class Core:
         self._account(session, grant)
         self._supply.ahead(name, grant.lane, 2 * budget.sequences)
         return [Leased(grant.lease_id, name, grant.lane.index, grant.tasks)], grant
+
+    def _asker(self, session: Session, *, busy: bool) -> Asker:
+        profiles = [
+            other.profile for other in self.sessions.values() if other.engine == session.engine
+        ]
+        mine = session.profile.max_num_tokens
+        largest = max(profiles, key=lambda profile: profile.max_num_tokens)
+        return Asker(
+            session.name,
+            session.engine,
+            bit_of(session.kind, self.state.classes),
+            len(profiles),
+            busy=busy,
+            tenant=session.tenant,
+            share=(mine, sum(profile.max_num_tokens for profile in profiles)),
+            larger=largest.batch if largest.max_num_tokens > mine else None,
+        )
 
     def _holds_suspects(self, leases: Iterable[int]) -> bool:
         state = self.state
@@ -667,9 +664,14 @@ class Core:
 
     # -- audits
 
-    def look_ahead(self, near: Callable[[Sequences], int]) -> None:
-        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now."""
-        self._supply.near = near
+    def look_ahead(
+        self,
+        near: Callable[[Sequences], int],
+        out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None],
+    ) -> None:
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now, and asks for
+        the others; `out_of_reach` which of them nobody can fetch now, None for none."""
+        self._supply.near, self._supply.out_of_reach = near, out_of_reach
 
     @property
     def withheld(self) -> bool:

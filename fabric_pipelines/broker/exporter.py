@@ -39,6 +39,7 @@ HELP = {
     "padded_tokens": "Padding of leased batches.",
     "computed_padded_tokens": "Padding that workers reported.",
     "closed_unproven": "Submissions closed without their fingerprint being compared.",
+    "abandoned": "Submissions given up before they were whole.",
     "fsyncs": "Syncs of the journal.",
     "clock_steps_back": "Times that the system's clock stepped back by more than a second.",
 }

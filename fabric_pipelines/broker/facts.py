@@ -96,10 +96,14 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionClosed:
+    """Nothing more comes of a submission. `abandoned`: somebody gave it up before it was what it says."""
+
     submission_id: str
+    abandoned: bool = False
 
     def encode(self) -> list[Piece]:
-        return pack({"submission_id": self.submission_id})
+        given_up = {"abandoned": True} if self.abandoned else {}
+        return pack({"submission_id": self.submission_id, **given_up})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ slice by slice as leases need them, so that the first lease is cheap at any back
 contiguous arcs of the order, one each, so that a prefix group goes to one of them; who has none takes one that
 nobody walks, or half of the largest: O(consumers x log n) cuts. The walk of an arc is cyclic: what arrives
 behind its cursor waits for the next lap, so a stream of small keys starves nobody. What came back from a lease
-goes to the front, in pieces that no lease crosses (see `Core` on halving).
+goes first, and so does what stood aside for a while because nobody could read it. What may have ended a worker goes
+before all else, in pieces that no lease crosses (see `Core` on halving).
 
 Knows keys and sequence numbers only, and holds just the numbers, 4 bytes a task: keys are looked up where they
 live. Whether a task is still ready is the owner's business: the order may hold tasks that no longer are.
@@ -221,13 +222,15 @@ def _middle(runs: list[_Run], unsorted: list[Unsorted], keys_of: KeysOf) -> int:
 class PrefixOrder:
     """add / add_front, then peek and advance as somebody; release when that one is gone."""
 
-    __slots__ = ("_arcs", "_front", "_keys_of", "rearranged")
+    __slots__ = ("_ahead", "_arcs", "_aside", "_front", "_keys_of", "rearranged")
 
     def __init__(self, keys_of: KeysOf) -> None:
         """`keys_of`: the keys of tasks that were added, uint64, for as long as they are in here."""
         self.rearranged = False
         self._keys_of = keys_of
         self._front: deque[Sequences] = deque()
+        self._ahead: list[Sequences] = []  # goes into the slice of the next one who looks
+        self._aside: deque[Sequences] = deque()
         self._arcs = [_Arc(keys_of)]  # by `low`; the first one's is 0
 
     def add(self, keys: Keys, tasks: Sequences) -> None:
@@ -250,17 +253,50 @@ class PrefixOrder:
         if len(tasks):
             self._front.append(tasks)
 
+    def add_ahead(self, tasks: Sequences) -> None:
+        """To be handed out before the rest, and together with it."""
+        if len(tasks):
+            self._ahead.append(tasks)
+
+    def step_aside(self, places: npt.NDArray[np.bool_], who: str) -> None:
+        """Of the first tasks that `peek` showed without a front, those at these `places` are not shown any more, until
+        `recall`. bool, one for each of the first."""
+        arc = self._arc_of(who)
+        first, rest = np.split(arc.slice.left(), [len(places)])
+        self._aside.append(first[places].astype(np.int64))
+        arc.slice = _Run(np.concatenate([first[~places], rest]))
+
+    def recall(self, most: int) -> Sequences:
+        """Up to `most` of those that stand aside longest, which are in nobody's way any more: to be added ahead, or to
+        stand aside again with `aside`."""
+        if not self._aside:
+            return NOTHING
+        piece = self._aside.popleft()
+        if len(piece) > most:
+            self._aside.appendleft(piece[most:])
+        return piece[:most]
+
+    def aside(self, tasks: Sequences) -> None:
+        """To stand aside until `recall`."""
+        if len(tasks):
+            self._aside.append(tasks)
+
     def peek(self, limit: int, who: str = "", *, front: bool = True) -> Sequences:
-        """Up to `limit` next tasks for this consumer; empty only if there are none at all. Without `front` what
-        came back is passed over."""
+        """Up to `limit` next tasks for this consumer; empty only if there are none at all, or all stand aside. Without
+        `front` what goes out by itself is passed over."""
         if front and self._front:
             return self._front[0][:limit]
         arc = self._arc_of(who)
-        while len(arc.slice) < limit and arc.goes_on:
-            arc.extend_slice()
-        if len(arc.slice) < limit and len(self._arcs) > 1:
-            arc = self._take_more(arc)
-        return arc.slice.left()[:limit].astype(np.int64)
+        if self._ahead:
+            before = [_Run(_packed(piece)) for piece in self._ahead]
+            arc.slice, self._ahead = _Run(_joined([*before, arc.slice])), []
+        while True:
+            while len(arc.slice) < limit and arc.goes_on:
+                arc.extend_slice()
+            more = None if len(arc.slice) >= limit else self._take_more(arc)
+            if more is None:
+                return arc.slice.left()[:limit].astype(np.int64)
+            arc = more
 
     def advance(self, count: int, who: str = "", *, front: bool = True) -> None:
         """Drop the first `count` of what `peek` showed."""
@@ -273,9 +309,11 @@ class PrefixOrder:
 
     def remove(self, tasks: Sequences) -> None:
         """Take these out, wherever they are; all of the order is looked at."""
-        self._front = deque(
-            part for piece in self._front if len(part := piece[~np.isin(piece, tasks)])
+        self._front, self._aside = (
+            deque(part for piece in pieces if len(part := piece[~np.isin(piece, tasks)]))
+            for pieces in (self._front, self._aside)
         )
+        self._ahead = [piece[~np.isin(piece, tasks)] for piece in self._ahead]
         for arc in self._arcs:
             for run in arc.runs:
                 held = run.left()
@@ -286,7 +324,7 @@ class PrefixOrder:
             arc.unsorted = [piece for piece in kept if len(piece)]
 
     def rearrange(self, keys_of: Callable[[Sequences], Keys]) -> None:
-        """Everything but the front in another order, as one arc."""
+        """Everything but what goes out first, or stands aside, in another order, as one arc."""
         tasks = np.concatenate([arc.tasks() for arc in self._arcs])
         by_key = np.argsort(keys_of(tasks), kind="stable")
         self._arcs = [_Arc(self._keys_of, slice=_Run(tasks[by_key]))]
@@ -303,13 +341,18 @@ class PrefixOrder:
         return bool(self._front)
 
     @property
+    def has_aside(self) -> bool:
+        return bool(self._aside)
+
+    @property
     def first_piece(self) -> Sequences:
         """What goes out before anything else; empty if nothing came back."""
         return self._front[0] if self._front else NOTHING
 
     def tasks(self) -> Sequences:
         """Everything inside, in no order; for audits."""
-        return np.concatenate([NOTHING, *self._front, *(arc.tasks() for arc in self._arcs)])
+        apart = (*self._front, *self._ahead, *self._aside)
+        return np.concatenate([NOTHING, *apart, *(arc.tasks() for arc in self._arcs)])
 
     @property
     def arcs(self) -> list[tuple[str | None, int]]:
@@ -341,10 +384,11 @@ class PrefixOrder:
         taken.owner = who
         return taken
 
-    def _take_more(self, arc: _Arc) -> _Arc:
-        """All that is left of this arc lies in its slice: it goes first, then half of another."""
+    def _take_more(self, arc: _Arc) -> _Arc | None:
+        """All that is left of this arc lies in its slice: it goes first, then half of another; None if all others are
+        empty."""
         if not any(len(other) for other in self._arcs if other is not arc):
-            return arc
+            return None
         rest, who = arc.slice, arc.owner
         assert who is not None
         self._drop(arc)

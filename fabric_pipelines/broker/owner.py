@@ -8,7 +8,7 @@ is full refuses new tasks and nothing else; any other failure of the journal is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import pyarrow as pa
 
 import fabric_pipelines
 from fabric_pipelines.broker.checkpoint import Checkpoints
-from fabric_pipelines.broker.classes import members
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -33,12 +32,11 @@ from fabric_pipelines.broker.facts import (
     rows_of,
 )
 from fabric_pipelines.broker.gather import is_plain
-from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.lives import require_kept
+from fabric_pipelines.broker.overview import lane_row, progress_of
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
 from fabric_pipelines.broker.recovery import Log, restore
-from fabric_pipelines.broker.refusals import parked
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
     AttachReply,
@@ -53,7 +51,7 @@ from fabric_pipelines.broker.replies import (
     unopened,
 )
 from fabric_pipelines.broker.scrubbing import Scrubbing
-from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.state import BatchColumns, SubmissionRecord
 from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
 from fabric_pipelines.broker.verification import verify
@@ -163,7 +161,7 @@ class Owner:
                     background=cold_background,
                 )
                 self.tiering.scrubbing = self.scrubbing
-                self.core.look_ahead(self.tiering.near)
+                self.core.look_ahead(self.tiering.near, self.tiering.out_of_reach)
                 self.upkeep.join(self.tiering)
         if life.opens > 1:
             self._log(
@@ -310,13 +308,13 @@ class Owner:
         total = sum(ledgers, Ledger())
         return BrokerStatus(
             lanes=[
-                _lane_row(self.core, lane, ledger)
+                lane_row(self.core, lane, ledger)
                 for lane, ledger in zip(lanes, ledgers, strict=True)
             ],
             total=total,
             counters={},
             journal={"journal_id": self.journal.journal_id},
-            progress=_progress(total, rate=0.0),  # the rate is that of all tenants together
+            progress=progress_of(total, rate=0.0),  # the rate is that of all tenants together
             submissions=sum(
                 record.header.tenant == tenant for record in self.core.state.submissions
             ),
@@ -331,9 +329,7 @@ class Owner:
         total = state.total()
         damaged = self.scrub_report().damaged
         return BrokerStatus(
-            lanes=[
-                _lane_row(core, lane, state.accounts.ledger(lane.index)) for lane in state.lanes
-            ],
+            lanes=[lane_row(core, lane, state.accounts.ledger(lane.index)) for lane in state.lanes],
             total=total,
             counters={
                 **core.counters,
@@ -356,7 +352,7 @@ class Owner:
                 "damaged_frames": len(damaged),
                 "damaged": [frame.sentence for frame in damaged],
             },
-            progress=_progress(total, self._rate.rate, flows=not (self.draining or core.fault)),
+            progress=progress_of(total, self._rate.rate, flows=not (self.draining or core.fault)),
             submissions=len(state.submissions),
             consumers=[
                 {
@@ -464,19 +460,26 @@ class Owner:
         self._log(opening)
 
     def enqueue(self, upload: TaskUpload) -> SubmissionState:
-        if (header := upload.header) is not None and self.tenant_of(upload.submission_id) is None:
+        if (header := upload.header) is not None and self.core.open(header):
+            self.core.proven(header, upload.batch, upload.content, lambda: None)
             self._open_with(upload, header)
         tokens = int(upload.columns.prompt.sum())
         facts, fresh = self.core.enqueue(
             upload.submission_id, upload.first_row, upload.batch, tokens
         )
         if fresh is not None:
-            tenant = self.core.known(upload.submission_id).header.tenant
+            record = self.core.known(upload.submission_id)
+            tenant = record.header.tenant
             self._require_room(tenant, fresh.nbytes)
             whole = fresh.num_rows == upload.batch.num_rows
+            content = self.core.proven(
+                record.header,
+                fresh,
+                upload.content if whole else None,
+                lambda: self._stored(record),
+            )
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
             self.quota.charge(tenant, fresh.nbytes)
-            content = upload.content if whole else None
             self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
 
@@ -485,16 +488,26 @@ class Owner:
         return self.core.content_of(submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
-        record, index = self.core.known(submission_id), self.core.state.index
+        facts = self.core.close(submission_id, self._stored(self.core.known(submission_id)))
+        return self._end_submission(submission_id, facts)
+
+    def abandon_submission(self, submission_id: str) -> SubmissionState:
+        """End a submission with what came of it, which runs: its lanes no longer wait for more."""
+        return self._end_submission(submission_id, self.core.abandon(submission_id))
+
+    def _end_submission(self, submission_id: str, facts: list[Fact]) -> SubmissionState:
+        self._log(facts)
+        self._log(self.core.lane_steps())
+        return self._state_of(submission_id)
+
+    def _stored(self, record: SubmissionRecord) -> Iterable[pa.RecordBatch] | None:
+        """All that was taken of it, from the log; None if it is no longer all there, or not here."""
+        index = self.core.state.index
         self._require_written(index.frames.view[record.batches].tolist())
         whole = index.holds_whole(record.batches, self.journal.first_lsn) and (
             self.tiering is None or self.tiering.all_near(record.batches)
         )
-        stored = self.payloads.batches(record.batches) if whole else None
-        facts = self.core.close(submission_id, stored)
-        self._log(facts)
-        self._log(self.core.lane_steps())
-        return self._state_of(submission_id)
+        return self.payloads.batches(record.batches) if whole else None
 
     def submission(self, submission_id: str) -> SubmissionState | None:
         return self.core.submission(submission_id)
@@ -669,28 +682,3 @@ class Owner:
     def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
         """The state of each task by name; "unknown" if it is not of this journal."""
         return self.core.states(task_ids)
-
-
-def _progress(total: Ledger, rate: float, *, flows: bool = True) -> dict[str, Any]:
-    """In prompt tokens, over all that was ever enqueued; the ETA is None while nothing moves, and while nothing is
-    leased any more, since what is ready then stays."""
-    done = total.retired.tokens + total.dead.tokens
-    left = total.enqueued.tokens - done
-    return {
-        "tokens_total": total.enqueued.tokens,
-        "tokens_done": done,
-        "tokens_per_s": rate,
-        "eta_s": 0.0 if not left else left / rate if rate > 0 and flows else None,
-    }
-
-
-def _lane_row(core: Core, lane: Lane, ledger: Ledger) -> dict[str, Any]:
-    kinds = list(core.state.classes)
-    return {
-        "lane": lane.name,
-        "step": lane.step.name.lower(),
-        "generation": lane.generation,
-        "refused_by": [kinds[number] for number in members(lane.key.refused_by)],
-        "parked": parked(core.state, lane, core.roster),
-        **ledger.as_json(),
-    }

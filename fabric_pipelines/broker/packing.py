@@ -40,6 +40,20 @@ def pack(
     return max(1, min(count, limit))
 
 
+def is_full_batch(own: Counts, new: Counts, budget: Budget, *, padded_length: int = 0) -> bool:
+    """Whether these tasks, all of them and at least one, leave no place for another of their mean size. own: what each
+    costs a step beyond what it shares, new as for `pack`, int64 [n]."""
+    count = len(own)
+    if count >= budget.sequences:
+        return True
+    step = (count + 1) * padded_length if padded_length else int(own.sum()) * (count + 1) // count
+    if step > budget.tokens:
+        return True
+    if budget.kv_tokens is None:
+        return False
+    return int((own + new).sum()) * (count + 1) // count > budget.kv_tokens
+
+
 def _fitting(costs: Counts, limit: int) -> int:
     """How many of the first ones cost `limit` together, at most."""
     return int(costs.cumsum().searchsorted(limit, side="right"))
@@ -55,12 +69,12 @@ def merge(prompt: Counts, first: int, budget: Budget, *, padded_length: int, was
     return max(min(first, limit), int(allowed[-1]) + 1 if len(allowed) else 0)
 
 
-def guided(sequences: int, ready: int, consumers: int) -> int:
-    """Lease size near the end (guided self-scheduling): no session takes more than its half share of what is
-    left, so that all finish together. One consumer alone has nobody to wait for and takes full batches."""
-    if consumers <= 1:
+def guided(sequences: int, ready: int, mine: int, all_of_them: int) -> int:
+    """Lease size near the end (guided self-scheduling): no session takes more than half of its share, `mine` of
+    `all_of_them`, of what is left, so that all finish together. One alone has nobody to wait for and takes full batches."""
+    if mine >= all_of_them:
         return sequences
-    return max(1, min(sequences, ready // (2 * consumers)))
+    return max(1, min(sequences, ready * mine // (2 * all_of_them)))
 
 
 def is_end(ready: int, enqueued: int, sequences: int, consumers: int) -> bool:

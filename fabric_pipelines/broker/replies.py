@@ -26,7 +26,8 @@ class BrokerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionState:
-    """Tasks by state, then tokens. `first_task_id` is None until a task was enqueued."""
+    """Tasks by state, then tokens. `first_task_id` is None until a task was enqueued. `abandoned`: it was given up
+    with the tasks it had, `enqueued` of them, which run."""
 
     submission_id: str
     function: str
@@ -46,10 +47,11 @@ class SubmissionState:
     output_tokens: int
     first_task_id: int | None
     batches: int
+    abandoned: bool = False
 
     @property
     def finished(self) -> bool:
-        return self.closed and self.tasks == self.retired + self.dead
+        return self.closed and self.enqueued == self.retired + self.dead
 
 
 def unopened(header: Submission) -> SubmissionState:

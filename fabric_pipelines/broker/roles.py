@@ -42,6 +42,7 @@ ROLES: Mapping[str, frozenset[str]] = {
     "requeue": frozenset({ADMIN}),
     "submit": frozenset({PRODUCER}),
     "close": frozenset({PRODUCER, ADMIN}),
+    "abandon": frozenset({PRODUCER, ADMIN}),
     "attach": frozenset({CONSUMER}),
     "lease": frozenset({CONSUMER}),
     "renew": frozenset({CONSUMER}),

@@ -89,6 +89,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "verify": self._verify,
             "scrub": self._scrub,
             "close": self._close,
+            "abandon": self._abandon,
             "attach": self._attach,
             "lease": self._lease,
             "renew": self._renew,
@@ -217,6 +218,15 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             return owner.close_submission(submission_id)
 
         return self._ask(close, Rank.ENQUEUE)
+
+    def _abandon(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        submission_id = fields.text(head, "submission_id")
+
+        def abandon(owner: Owner) -> SubmissionState:
+            require_own(who, owner, submission_id)
+            return owner.abandon_submission(submission_id)
+
+        return self._ask(abandon, Rank.ENQUEUE)
 
     def _attach(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name, profile = _session(head, who), _profile(head)

@@ -159,6 +159,7 @@ def _head(state: State) -> bytes:
                 {
                     "header": record.header.to_json(),
                     "closed": record.closed,
+                    **({"abandoned": True} if record.abandoned else {}),
                     "rows": record.rows,
                     "tokens": record.tokens,
                     "first_sequence": record.first_sequence,
@@ -250,6 +251,7 @@ def _restore_submissions(
             at,
             header,
             closed=record["closed"],
+            abandoned=record.get("abandoned", False),
             rows=record["rows"],
             tokens=record["tokens"],
             batches=batches[at].tolist(),

@@ -112,6 +112,7 @@ class SubmissionRecord:
     index: int
     header: Submission
     closed: bool = False
+    abandoned: bool = False
     rows: int = 0
     tokens: int = 0
     batches: list[int] = field(default_factory=list)  # ordinal of each ENQUEUE frame
@@ -232,7 +233,7 @@ class State:
 
     def _closed(self, fact: SubmissionClosed) -> None:
         record = self.by_submission[fact.submission_id]
-        record.closed = True
+        record.closed, record.abandoned = True, fact.abandoned
         for at in record.lanes:
             self.lanes[at].producers.discard(record.index)
 

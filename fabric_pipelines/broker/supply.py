@@ -2,8 +2,9 @@
 from facts, lost with the process and made again.
 
 A session stays in its lane (lanes.py), walks its own arc of the lane's prefix order (order.py) and gets the
-longest stretch that fits it (packing.py). Only when nothing of its tenant can fill a batch do padded lanes that
-drain share one, and only as far as the declared waste allows. Decides nothing about states: that is the core's.
+longest stretch that fits it (packing.py). What lanes promise by their counts is checked when a batch is cut: one that
+turns out under-filled goes only if no other lane of its tenant fills one. Only then, too, do padded lanes that
+drain share one, as far as the declared waste allows. Decides nothing about states: that is the core's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import numpy.typing as npt
 from fabric_pipelines.broker.accounts import READY
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step
 from fabric_pipelines.broker.order import RUN_MAX
-from fabric_pipelines.broker.packing import end_keys, guided, is_end, merge, pack
+from fabric_pipelines.broker.packing import (
+    end_keys,
+    guided,
+    is_end,
+    is_full_batch,
+    merge,
+    pack,
+)
 from fabric_pipelines.broker.prefix import leaders, shared_tokens
 from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.state import Effects, State
@@ -27,6 +35,12 @@ from fabric_pipelines.records.batch import Budget
 Sequences = npt.NDArray[np.int64]
 NO_PLACES: Sequences = np.zeros(0, np.int64)
 PASSED_OVER_MAX = 64
+LOOKED_AT_ONCE, LOOKED_MAX = (
+    1 << 12,
+    1 << 16,
+)  # rows, for those that can be read while a store is away
+ASKED_AGAIN = 256  # rows of a lane that stand aside
+THIN_MAX = 8  # lanes that promised a full batch and had none, looked at for one lease
 SUSPECTS_ALONE = "work that may have ended a worker goes out by itself: finish what is held first"
 SHARED_WALK = ""  # padded lanes, and the end of others, gain nothing from arcs: all sessions walk them together
 
@@ -50,7 +64,8 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Asker:
     """A session that asks for work, one of `consumers` of its engine. refuser: its class, as a set of one. busy: it
-    holds leased tasks. tenant: the one it serves, None for all."""
+    holds leased tasks. tenant: the one it serves, None for all. share: (its tokens a step, those of all of them).
+    larger: the profile of the largest session beside it, if that is larger than its own."""
 
     name: str
     engine: str
@@ -58,6 +73,8 @@ class Asker:
     consumers: int
     busy: bool
     tenant: str | None = None
+    share: tuple[int, int] = (1, 1)
+    larger: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +93,20 @@ class _View:
 
     def upto(self, count: int) -> _View:
         """Without the ready one at that place and what follows it."""
+        if count >= len(self.at):
+            return self
         return replace(self, seen=self.seen[: self.at[count]], at=self.at[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The first `count` of a view, and what each shares with the one before it. is_full: no other would fit."""
+
+    view: _View
+    prompt: npt.NDArray[np.int64]
+    shared: npt.NDArray[np.int64]
+    count: int
+    is_full: bool
 
 
 class _RowsAway(Exception):
@@ -94,6 +124,8 @@ class Supply:
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
         # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
         self.near: Callable[[Sequences], int] | None = None
+        # which of these tasks cannot be read before a store answers again; None: none
+        self.out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None] | None = None
         self.withheld: list[Lane] = []
 
     def begin(self) -> None:
@@ -129,13 +161,15 @@ class Supply:
             self._state.lanes[at].order.add(keys, tasks)
             self._offer(self._state.lanes[at])
         for at, tasks in effects.pieces:
-            old = tasks[queued[tasks]]
-            if len(
-                old
-            ):  # claimed while in the order: from its old place it would go out among others
-                self._state.lanes[at].order.remove(old)
+            order, old = self._state.lanes[at].order, tasks[queued[tasks]]
+            if len(old):  # claimed while in the order, where its old place still is
+                order.remove(old)
             queued[tasks] = True
-            self._state.lanes[at].order.add_front(tasks)
+            suspects = self._state.suspects
+            if suspects and any(task in suspects for task in tasks.tolist()):
+                order.add_front(tasks)
+            else:
+                order.add_ahead(tasks)
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
@@ -166,43 +200,68 @@ class Supply:
         queue = self._queues.get(asker.engine)
         if queue is None:
             return None
-        ready = self.ready_for(asker.engine, asker.refuser, asker.tenant)
-        fair = Budget(
-            guided(budget.sequences, ready, asker.consumers), budget.tokens, budget.kv_tokens
-        )
+        self.withheld = []
+        thin: list[Lane] = []  # promised a full batch, and have none
         try:
-            self.withheld = []
-            while lane := queue.choose(current, fair, asker.refuser, asker.tenant):
+            while lane := queue.choose(
+                current,
+                budget,
+                asker.refuser,
+                thin[0].key.tenant if thin else asker.tenant,
+                asker.larger,
+            ):
+                promised = lane.fills(budget)
+                if thin and not promised:
+                    break
+                if not lane.key.length:
+                    self._arrange(lane, budget.sequences, asker.consumers)
                 try:
-                    return self._grant_from(lane, queue, asker, current, budget, fair)
+                    cut = self._cut(lane, self._fair(lane, asker, budget, promised), asker)
                 except _RowsAway:
                     lane.away = True
                     self.withheld.append(lane)
+                    continue
+                stays = lane is current and not lane.key.length
+                if promised and not (stays or cut is None or cut.is_full or len(thin) == THIN_MAX):
+                    lane.away = True
+                    thin.append(lane)
+                    continue
+                return self._grant(queue, asker, current, lane, budget, cut)
+            if not thin:
+                return None
+            lane = thin[0]
+            lane.away = False
+            cut = self._cut(lane, self._fair(lane, asker, budget, promised=True), asker)
+            return self._grant(queue, asker, current, lane, budget, cut)
         finally:
-            for passed in self.withheld:
+            for passed in (*self.withheld, *thin):
                 passed.away = False
-                self._offer(passed)
-        return None
 
-    def _grant_from(
+    def _fair(self, lane: Lane, asker: Asker, budget: Budget, promised: bool) -> Budget:
+        """What the session may take of what it asks for, see `guided`. A full batch of padded work is never made
+        smaller: it runs as it is cut."""
+        if asker.consumers == 1 or (promised and lane.key.length):
+            return budget
+        ready = self.ready_for(asker.engine, asker.refuser, asker.tenant)
+        return replace(budget, sequences=guided(budget.sequences, ready, *asker.share))
+
+    def _grant(
         self,
-        lane: Lane,
         queue: LaneQueue,
         asker: Asker,
         current: Lane | None,
+        lane: Lane,
         budget: Budget,
-        fair: Budget,
+        cut: _Cut | None,
     ) -> Grant | None:
-        if current is not None and current is not lane:
-            current.order.release(asker.name)
-        if not lane.key.length:
-            self._arrange(lane, budget.sequences, asker.consumers)
-        front = self._front_is_for(lane, asker)
-        grant = self._cut(queue, lane, fair, asker.name, front=front)
-        if grant is None:
+        if cut is None:
             self.held_back = self.held_back or SUSPECTS_ALONE
             return None
-        queue.charge(lane.key.tenant, grant.tokens)
+        if current is not None and current is not lane:
+            current.order.release(asker.name)
+        grant = self._take_cut(queue, cut, self._fair(lane, asker, budget, cut.is_full))
+        if asker.tenant is None:
+            queue.charge(lane.key.tenant, grant.tokens)
         return grant
 
     def _front_is_for(self, lane: Lane, asker: Asker) -> bool:
@@ -248,13 +307,14 @@ class Supply:
         for lane in self._state.lanes:
             lane.order.release(who)
 
-    def _cut(
-        self, queue: LaneQueue, lane: Lane, budget: Budget, who: str, *, front: bool
-    ) -> Grant | None:
-        """The next batch of a lane that has ready tasks; without `front`, of those that came from no lease. None
-        if there are none."""
-        index = self._state.index
-        view = self._look(lane, budget.sequences, who, front=front)
+    def _cut(self, lane: Lane, budget: Budget, asker: Asker) -> _Cut | None:
+        """The next batch of a lane that has ready tasks, which leaves it only with `_take_cut`. None if there is none
+        for this session."""
+        index, front = self._state.index, self._front_is_for(lane, asker)
+        self._recall(lane)
+        view = self._look(lane, budget.sequences, asker.name, front=front)
+        if view is not None and not len(view.at) and front and lane.order.has_front:
+            view = self._look(lane, budget.sequences, asker.name, front=False) or view
         if view is None:
             return None
         if not len(view.at):
@@ -263,18 +323,29 @@ class Supply:
         prompt = index.prompt[tasks].astype(np.int64)
         shared = self._shared(lane, tasks, prompt)
         new = index.new[tasks].astype(np.int64) if budget.kv_tokens is not None else NO_PLACES
-        packed = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
-        count = self._room.cut(lane, tasks[:packed])
-        if not count:
+        count = pack(prompt, new, budget, padded_length=lane.key.length, shared=shared)
+        own = (prompt - shared)[:count]
+        is_full = count < len(tasks) or is_full_batch(
+            own, new[:count], budget, padded_length=lane.key.length
+        )
+        roomy = self._room.cut(lane, tasks[:count])
+        if not roomy:
             self.held_back = NO_ROOM
             return None
-        thin = lane.step is Step.DRAINING and lane.key.length and not lane.fills(budget)
-        if thin and count == len(tasks) == lane.ready and not lane.order.has_front:
+        alone = view.front and lane.order.has_front  # suspects go as they are, and before others
+        return _Cut(view, prompt, shared, roomy, is_full or alone or roomy < count)
+
+    def _take_cut(self, queue: LaneQueue, cut: _Cut, budget: Budget) -> Grant:
+        view, count, lane = cut.view, cut.count, cut.view.lane
+        thin = lane.step is Step.DRAINING and lane.key.length and not cut.is_full
+        if thin and count == lane.ready and not lane.order.has_front:
             most = max(count, self._room.sequences(lane, budget.sequences))
             tasks = self._take_merged(queue, view, replace(budget, sequences=most))
             return self._granted(self._state.next_lease, lane, tasks)
-        tokens = int(prompt[:count].sum())
-        return Grant(self._state.next_lease, lane, self._take(view, count), shared[:count], tokens)
+        tokens = int(cut.prompt[:count].sum())
+        return Grant(
+            self._state.next_lease, lane, self._take(view, count), cut.shared[:count], tokens
+        )
 
     def _granted(self, lease_id: int, lane: Lane, tasks: Sequences) -> Grant:
         prompt = self._state.index.prompt[tasks].astype(np.int64)
@@ -307,11 +378,15 @@ class Supply:
         return np.concatenate(parts)
 
     def _look(self, lane: Lane, limit: int, who: str, *, front: bool = True) -> _View | None:
-        """Entries of the order that are no longer ready are dropped on the way. None, which only happens without
-        `front`: nothing is ready."""
+        """Entries of the order that are no longer ready are dropped on the way, and those out of reach step aside.
+        Without a place in it: nobody can read its next rows now. None, which only happens without `front`: nothing is
+        ready."""
         who = SHARED_WALK if lane.key.length or lane.order.rearranged else who
+        wanted, looked = limit, 0
         while True:
-            seen = lane.order.peek(limit, who, front=front)
+            seen = lane.order.peek(wanted, who, front=front)
+            if (not len(seen) and lane.order.has_aside) or looked > LOOKED_MAX:
+                return _View(lane, who, NO_PLACES, NO_PLACES, front)
             if not len(seen) and not front:
                 return None
             assert len(seen), (
@@ -319,10 +394,47 @@ class Supply:
             )
             at = (self._state.index.state[seen] == READY).nonzero()[0]
             view = _View(lane, who, seen, at, front)
-            if len(view.at):
-                near = len(view.at) if self.near is None else self.near(view.tasks)
-                return view if near == len(view.at) else view.upto(near)
-            self._take(view, 0)
+            if not len(at):
+                self._take(view, 0)
+            elif self._step_aside(view):
+                wanted, looked = max(limit, LOOKED_AT_ONCE), looked + len(seen)
+            elif len(at) < limit and len(seen) == wanted:
+                wanted += limit  # some of these were claimed out of the order
+            else:
+                view = view.upto(limit)
+                return view if self.near is None else view.upto(self.near(view.tasks))
+
+    def _step_aside(self, view: _View) -> bool:
+        """Rows that nobody can read before the store answers again let those behind them pass, and go first once it
+        does. Rows that are only on their way do not: were they passed, a lane would go in the order in which its
+        segments come back, and not by prefix. Suspects stay where they are. Whether any did."""
+        order = view.lane.order
+        if self.out_of_reach is None or (view.front and order.has_front):
+            return False
+        gone = self.out_of_reach(view.tasks)
+        if gone is None:
+            return False
+        places = np.zeros(len(view.seen), np.bool_)
+        places[view.at[gone]] = True
+        order.step_aside(places, view.who)
+        return True
+
+    def _recall(self, lane: Lane) -> None:
+        """Those of the longest aside that can be read, or asked for, again go first now; some of the others are asked
+        for, so that it shows when they can."""
+        order = lane.order
+        if self.near is None or self.out_of_reach is None or not order.has_aside:
+            return
+        tasks = order.recall(LOOKED_AT_ONCE)
+        gone = self.out_of_reach(tasks)
+        if gone is not None:
+            self.near(tasks[gone][:ASKED_AGAIN])
+            order.aside(tasks[gone])
+            order.add_ahead(tasks[~gone])
+            return
+        while len(tasks):
+            order.add_ahead(tasks)
+            tasks = order.recall(LOOKED_AT_ONCE)
 
     def _take(self, view: _View, count: int) -> Sequences:
         """The first `count` ready ones of a view leave the order, and the stale ones between them."""

@@ -316,24 +316,42 @@ class Tiering:
 
     def near(self, tasks: Sequences) -> int:
         """How many of these tasks, from the first on, have rows that can be read now. The others are asked for."""
-        firsts, lasts = self._ranges
-        if not len(firsts) or not len(tasks):
-            return len(tasks)
-        lsns, _ = self.core.state.index.locate(tasks)
-        at = np.searchsorted(firsts, lsns, side="right") - 1
-        cold = (at >= 0) & (lsns <= lasts[np.maximum(at, 0)])
-        if not cold.any():
-            return len(tasks)
-        distinct, first_at = np.unique(lsns[cold], return_index=True)
-        away = [
-            lsn
-            for lsn in distinct[np.argsort(first_at)].tolist()
-            if not (self.journal.cold.holds(lsn) or self.payloads.holds(lsn))
-        ]
+        lsns, away = self._away(tasks)
         if not away:
             return len(tasks)
         self._wanted.update(dict.fromkeys(away))
         return int(np.argmax(np.isin(lsns, away)))
+
+    def out_of_reach(self, tasks: Sequences) -> npt.NDArray[np.bool_] | None:
+        """Which of these tasks have rows that nobody can fetch now, because the store failed last time or their object
+        is lost; bool [n], None if there are none. Nothing is asked for."""
+        if not (self.lost or self._back.fault):
+            return None
+        lsns, away = self._away(tasks)
+        gone = np.isin(lsns, away)
+        if not self._back.fault:
+            lost = [h for h in self.journal.holdings if h.epoch in self.lost]
+            gone &= np.logical_or.reduce(
+                [(lsns >= h.first_lsn) & (lsns <= h.last_lsn) for h in lost]
+            )
+        return gone if gone.any() else None
+
+    def _away(self, tasks: Sequences) -> tuple[Sequences, list[int]]:
+        """(LSN of each task's row, those of them that are cold and were not fetched, in the order of need)."""
+        firsts, lasts = self._ranges
+        if not len(firsts) or not len(tasks):
+            return space.NOTHING, []
+        lsns, _ = self.core.state.index.locate(tasks)
+        at = np.searchsorted(firsts, lsns, side="right") - 1
+        cold = (at >= 0) & (lsns <= lasts[np.maximum(at, 0)])
+        if not cold.any():
+            return lsns, []
+        distinct, first_at = np.unique(lsns[cold], return_index=True)
+        return lsns, [
+            lsn
+            for lsn in distinct[np.argsort(first_at)].tolist()
+            if not (self.journal.cold.holds(lsn) or self.payloads.holds(lsn))
+        ]
 
     def why(self, tasks_wait: bool = True) -> NotFetched:
         """What to say to somebody who finds only lanes that wait."""

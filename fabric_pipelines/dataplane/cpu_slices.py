@@ -1,10 +1,11 @@
-"""Bulk gives way for the CPU: how long its threads, and its backends on this machine, ask to run at a stretch.
+"""Bulk gives way for the CPU: how long its threads, and its backends on this machine, ask to run at a stretch, and where.
 
 Since Linux 6.12 a task says how long a slice it wants, and one that wakes with a shorter slice interrupts one with a
 longer at once, not at the next tick. So bulk asks for a long slice while it encodes and copies, which costs it
 nothing of its share, and for the shortest while it commits, when everybody's commit waits for a lock that it holds.
-Not by nice: that lock would then wait for a CPU behind everybody. Refuses nothing: elsewhere, or without
-the permission, all stays as it is.
+Not by nice: that lock would then wait for a CPU behind everybody. And bulk keeps to half of the cores, so that who is
+not bulk finds one whose cache and run queue bulk has not filled; half of a small machine is more than the governor
+lets bulk have. Refuses nothing: elsewhere, or without the permission, all stays as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Connection
@@ -47,6 +49,25 @@ def ask(slice_ns: int, pid: int = 0) -> bool:
     return not failed
 
 
+def keep_to_half(pid: int = 0, *, of: int = 0) -> bool:
+    """Let process or thread `pid` (0: the calling thread) run on the upper half of the cores that process `of` (0: this
+    one) may use, and no other; whether it does. With one core there is nothing to leave free."""
+    if sys.platform != "linux":
+        return False
+    try:
+        cores = _cores(of or os.getpid())
+        os.sched_setaffinity(pid, cores[len(cores) // 2 :])
+    except OSError:
+        return False
+    return len(cores) > 1
+
+
+def give_way() -> None:
+    """The calling thread is bulk's from now on."""
+    ask(LONG_NS)
+    keep_to_half()
+
+
 @dataclass(frozen=True, slots=True)
 class BackendSlice:
     """Of the server's process behind one connection. pid 0: it is elsewhere or not ours to move."""
@@ -55,10 +76,13 @@ class BackendSlice:
 
     @classmethod
     def of(cls, connection: Connection) -> BackendSlice:
-        """Long from now on, where that can be."""
+        """Long from now on, on half of the server's cores, where that can be."""
         pid = connection.info.backend_pid
         listener = _listener(connection.fileno())
-        return cls(pid if listener and _parent(pid) == listener and ask(LONG_NS, pid) else 0)
+        if not listener or _parent(pid) != listener or not ask(LONG_NS, pid):
+            return cls()
+        keep_to_half(pid, of=listener)
+        return cls(pid)
 
     @contextmanager
     def hurried(self) -> Iterator[None]:
@@ -71,6 +95,12 @@ class BackendSlice:
             yield
         finally:
             ask(LONG_NS, self.pid)
+
+
+@cache
+def _cores(pid: int) -> list[int]:
+    """As they were at the first look: a process that keeps to half of them is not asked for a quarter at the next."""
+    return sorted(os.sched_getaffinity(pid))
 
 
 def _listener(descriptor: int) -> int:

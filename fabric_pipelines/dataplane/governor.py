@@ -35,16 +35,16 @@ HUSH_STEP_S = 0.01
 class Limits:
     """Rates in bytes of write cost a second."""
 
-    rate_start: float = 16e6
+    rate_start: float = 32e6
     rate_floor: float = 1e6
     rate_most: float = 1e9
-    step: float = 5e6  # a tick
-    backoff: float = 0.7
-    rows_start: int = 2_000
+    step: float = 4e6  # a tick; by 5 MB/s a cut is taken back before it was measured
+    backoff: float = 0.8
+    rows_start: int = 1_000
     rows_most: int = 5_000
     rows_least: int = 1_000
     writers_most: int = 2
-    calm_ticks: int = 20  # without pressure before transactions grow again
+    calm_ticks: int = 40  # in which bulk wrote without pressure, before transactions grow again
     bounds: Bounds = field(default_factory=Bounds)
 
 
@@ -94,12 +94,14 @@ class Governor:
     _heard_s: float = field(init=False)
     throttled: bool = field(init=False, default=False)
     _calm: int = field(init=False, default=0)
+    _taken: float = field(init=False, default=0.0)  # write cost since the last look
+    _looked_s: float = field(init=False)
     _slow_start: bool = field(init=False, default=True)
     _was_blind: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.rate, self.rows = self.limits.rate_start, self.limits.rows_start
-        self._refilled_s = self._heard_s = self.now_s
+        self._refilled_s = self._heard_s = self._looked_s = self.now_s
         self._balance = self._capacity
 
     # ---- the two classes
@@ -144,6 +146,7 @@ class Governor:
         counters.transactions += 1
         counters.rows += rows
         counters.cost_bytes += cost
+        self._taken += cost
         self._ended(leave)
         if commit_ms is not None and leave.in_class == "bulk":
             self.latencies.own.append(commit_ms)
@@ -175,10 +178,11 @@ class Governor:
             return
         self.pressed_by = judge(before, signals, self.latencies, self.limits.bounds)
         if self.pressed_by:
-            self._press()
+            self._press(now_s)
         else:
             self._ease()
         self.throttled = False
+        self._taken, self._looked_s = 0.0, now_s
 
     def blind(self, now_s: float) -> bool:
         """Without a signal for SILENCE_S: then bulk runs at the floor rate."""
@@ -230,7 +234,7 @@ class Governor:
 
     # ---- levers
 
-    def _press(self) -> None:
+    def _press(self, now_s: float) -> None:
         self.pressures.update(self.pressed_by)
         self._calm = 0
         self._slow_start = False
@@ -247,18 +251,28 @@ class Governor:
             self.writers = 1
             self.moves["fewer_writers"] += 1
             return
-        self.rate = max(self.rate * limits.backoff, limits.rate_floor)
+        # down from what was written, or a rate that nobody reached is cut again and again without effect
+        written = self._taken / (now_s - self._looked_s) if now_s > self._looked_s else 0.0
+        reached = min(max(written, self.rate / 2), self.rate) if written else self.rate
+        self.rate = max(reached * limits.backoff, limits.rate_floor)
         self._balance = min(self._balance, self._capacity)
         self.moves["slower"] += 1
 
     def _ease(self) -> None:
-        self._calm += 1
-        limits = self.limits
+        """Upward only on evidence: while bulk wrote, and while it doubles after a whole window of probes beside it."""
+        limits, heard = self.limits, len(self.latencies.loaded)
+        if self._taken:
+            self._calm += 1
         if self.throttled and self.rate < limits.rate_most:
-            grown = self.rate * 2 if self._slow_start else self.rate + limits.step
+            if self._slow_start and heard < limits.bounds.samples_least:
+                return
+            grown = self.rate + limits.step
+            if self._slow_start:
+                grown = self.rate * 2
+                self.latencies.loaded.clear()
             self.rate = min(grown, limits.rate_most)
             self.moves["faster"] += 1
-        elif self._calm % limits.calm_ticks == 0:
+        elif self._taken and self._calm % limits.calm_ticks == 0:
             if self.rows < limits.rows_most:
                 self.rows = min(self.rows * 2, limits.rows_most)
                 self.moves["larger"] += 1

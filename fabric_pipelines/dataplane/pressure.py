@@ -44,13 +44,13 @@ class Signals:
 class Bounds:
     """Above these the database is pressed."""
 
-    wal_since_redo: float = 0.7
+    wal_since_redo: float = 1.1  # a checkpoint that volume forced is planned to end at 1.0
     wal_buffers_full: int = 256  # new ones between two looks
     replication_lag_bytes: int = 64 << 20
     lock_waiters: int = 0
-    foreground_ratio: float = 1.3
+    foreground_ratio: float = 1.2  # of p90, for a p99 within 1.3
     commit_ratio: float = 4.0
-    slack_ms: float = 1.0  # a disk that answers in microseconds triples its time by chance
+    slack_ms: float = 0.5  # a disk that answers in microseconds triples its time by chance
     samples_least: int = 20  # of fewer the p90 is the luck of one
 
 

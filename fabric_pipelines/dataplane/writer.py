@@ -22,7 +22,7 @@ from psycopg import sql
 
 from fabric_pipelines.dataplane.account import multirange
 from fabric_pipelines.dataplane.cost import Meter
-from fabric_pipelines.dataplane.cpu_slices import LONG_NS, BackendSlice, ask
+from fabric_pipelines.dataplane.cpu_slices import BackendSlice, give_way
 from fabric_pipelines.dataplane.database import (
     Connection,
     Database,
@@ -109,7 +109,7 @@ class Writer:
     def land(self, batch: pa.RecordBatch) -> Landed:
         """See `land`. After a CommitInDoubt, the same batch handed in again is settled first."""
         if self._elastic:
-            ask(LONG_NS)
+            give_way()
         connection, identity = self._open()
         try:
             settled = self._settle(connection, batch, identity)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from fabric_pipelines.errors import UsageError
+from fabric_pipelines.records.batch import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Profile:
                 raise UsageError(
                     f"profile field {name} is {value!r}; it must be an integer >= {least}"
                 )
+
+    @property
+    def batch(self) -> Budget:
+        """What one batch for it may hold."""
+        return Budget(self.max_batch_size, self.max_num_tokens, self.kv_cache_tokens or None)
 
     def as_json(self) -> dict[str, int]:
         return asdict(self)

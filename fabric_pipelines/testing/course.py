@@ -77,10 +77,23 @@ def other_frame(content: bytes, epoch: int, salt: int, journal_id: str) -> bytes
 def of_another_journal(content: bytes, epoch: int, salt: int, journal_id: str) -> bytes:
     """Of a sealed segment: what a journal of another id would have there, had it been told the same."""
     start, items, seal = _parsed(content, epoch, salt)
-    other = bytes(byte ^ 0xFF for byte in bytes.fromhex(journal_id))
+    other = another_id(journal_id)
     made = _laid(content, start, items, seal, epoch, salt_of(other), other.hex())
     assert made is not None
-    return made.content
+    assert start.control is not None
+    head, body = pack_control(
+        SEGMENT,
+        replace(start.control, journal_id=other),
+        epoch=epoch,
+        time_us=start.header.time_us,
+        salt=salt_of(other),
+        file_bytes=start.header.file_bytes,
+    )
+    return head + body + made.content[len(head) + len(body) :]
+
+
+def another_id(journal_id: str) -> bytes:
+    return bytes(byte ^ 0xFF for byte in bytes.fromhex(journal_id))
 
 
 def _laid(
@@ -131,7 +144,7 @@ def _laid(
             made.extend(head + _padded_payload(found))
         last = item[-1]
         assert last.control is not None
-        control(last, before + 1 if last.header.kind == COMMIT else last.control.first_lsn)
+        control(last, before + 1 if last.header.kind == COMMIT else lsn)
     end_chain = chain
     control(seal, lsn)
     if bytes(made) == content:

@@ -219,6 +219,8 @@ class Judge:
             require(record is not None, LOST, f"submission {mark} is gone")
             assert record is not None
             require(rows <= record.rows, LOST, f"submission {mark} had {rows} rows acknowledged")
+            given_up = mark in promise.abandoned
+            require(record.abandoned or not given_up, LOST, f"submission {mark} was abandoned")
         for ids, allowed in (
             (promise.computed, (COMPUTED, RETIRED, DEAD)),
             (promise.retired, (RETIRED,)),
@@ -242,6 +244,9 @@ class Judge:
         prompt it came with, and nothing that was done is done again."""
         for mark in promise.rows:
             header, batches = self.life.sent[mark]
+            if bench.owner.core.state.by_submission[header.submission_id].abandoned:
+                require(mark in self.life.abandoned, DOUBLED, f"submission {mark} was given up")
+                continue
             enqueued = bench.submit(header, batches).enqueued
             require(enqueued == header.tasks, DOUBLED, f"submission {mark} has {enqueued} rows")
         bench.time.seconds += 31

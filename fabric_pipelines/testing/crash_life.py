@@ -51,12 +51,13 @@ COLD = Path("/simulated/cold")
 
 @dataclass(frozen=True)
 class Promise:
-    """What was acknowledged: rows of each submission, and the tasks known to be so far."""
+    """What was acknowledged: rows of each submission, the tasks known to be so far, the submissions given up."""
 
     rows: dict[int, int]
     computed: frozenset[int]
     retired: frozenset[int]
     dead: frozenset[int]
+    abandoned: frozenset[int]
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Life:
     retired: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     rows: dict[int, int] = field(default_factory=dict)
+    abandoned: set[int] = field(default_factory=set)
 
     def run(self) -> Life:
         self.bench = self.bench_again()
@@ -97,6 +99,7 @@ class Life:
             frozenset(self.computed),
             frozenset(self.retired),
             frozenset(self.dead),
+            frozenset(self.abandoned),
         )
         self.promises.append(now)
         self._look()
@@ -123,6 +126,13 @@ class Life:
         if first == header.tasks:
             self.bench.owner.close_submission(header.submission_id)
             self.promise()
+
+    def abandon(self, mark: int) -> None:
+        """No more of it is sent; from the request on it may be known as given up."""
+        assert self.bench.owner.abandon_submission(self.sent[mark][0].submission_id).abandoned
+        self.bench.owner.commit()
+        self.abandoned.add(mark)
+        self.promise()
 
     def pile_up(self, mark: int, sizes: list[int]) -> None:
         """Groups that are written before the one in front is synced, as a busy broker does; then one sync for all."""
@@ -252,6 +262,8 @@ class Life:
         self.die_in_a_roll()
         self.report(self.lease(2))
         self.land(keep=kept)
+        self.submit(11, [2, 3], upto=1)
+        self.abandon(11)
 
     def pass_on(self, ids: list[int]) -> None:
         """Too large for one class; the other one leaves, so that nobody is left to take them."""

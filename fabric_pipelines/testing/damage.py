@@ -27,6 +27,7 @@ from fabric_pipelines.journal.frame import HEADER, HEADER_BYTES, SEAL, padded
 from fabric_pipelines.journal.identity import NAME
 from fabric_pipelines.journal.segment import Found, Mapped, frame_at
 from fabric_pipelines.testing.course import (
+    another_id,
     of_another_journal,
     other_course,
     other_frame,
@@ -37,6 +38,7 @@ from fabric_pipelines.testing.sim_disk import Image, Note, SimDisk, all_kept
 
 STILL = Clock(lambda: 0.0, lambda: 0)
 ANOTHER = "from another course of the journal"
+OF_ANOTHER_JOURNAL = "of another journal"
 ONE_FRAME = "with one frame from another course of the journal"
 FIELDS = tuple(
     struct.calcsize(HEADER.format[: part.start()])
@@ -196,11 +198,14 @@ class _AtRest:
                 continue
             if sealed or thing == "object":
                 yield from _whole(moment, thing, path, names, end)
+            else:
+                for size in (end // 2, end):
+                    story = f"cut to {size} bytes while it was written to"
+                    yield Damage(moment, thing, story, path, content[:size], names)
             if sealed:
                 yield from self._of_another_course(moment, path, epoch, content, end)
                 if _stub_path(epoch) not in moment.image.entries:  # else the object is read
-                    mixed = other_frame(content[:end], epoch, moment.salt, moment.journal_id)
-                    yield Damage(moment, "foreign", ONE_FRAME, path, mixed + content[end:], names)
+                    yield from _foreign_segments(moment, path, epoch, end)
 
     def _of_frames(
         self,
@@ -255,6 +260,7 @@ class _AtRest:
                 crcs=other.index.crcs,
             )
             yield Damage(moment, "stub", ANOTHER, path, swapped.pack(owner), names)
+            yield from _foreign_stubs(moment, good, names)
 
     def of_checkpoints(self, moment: Moment) -> Iterator[Damage]:
         """Each column of one that stands alone, and may be the base of the log; some of those that are a cache."""
@@ -320,6 +326,34 @@ class _AtRest:
         return new
 
 
+def _foreign_segments(moment: Moment, path: Path, epoch: int, end: int) -> Iterator[Damage]:
+    """Of a sealed segment here and of its index file."""
+    content, how = moment.content(path), (epoch, moment.salt, moment.journal_id)
+    found = {
+        ONE_FRAME: other_frame(content[:end], *how),
+        OF_ANOTHER_JOURNAL: of_another_journal(content[:end], *how),
+    }
+    for story, foreign in found.items():
+        whole = foreign + content[end:]
+        yield Damage(moment, "foreign", story, path, whole, (path.name, f"epoch {epoch}"))
+    like = next((p for p, e in moment.segments.items() if e in moment.sealed and p != path), None)
+    if like is None:
+        return
+    twice = moment.content(like)
+    yield Damage(moment, "foreign", f"which is {like.name}", path, twice, (path.name,))
+    beside, twin = path.with_suffix(index.SUFFIX), like.with_suffix(index.SUFFIX)
+    if {beside, twin} <= moment.image.entries.keys():
+        story, foreign = f"which is {twin.name}", moment.content(twin)
+        yield Damage(moment, "index", story, beside, foreign, (beside.name,))
+
+
+def _foreign_stubs(moment: Moment, good: stub.Stub, names: tuple[str, ...]) -> Iterator[Damage]:
+    path, other = _stub_path(good.epoch), another_id(moment.journal_id)
+    yield Damage(moment, "stub", OF_ANOTHER_JOURNAL, path, good.pack(other), names)
+    raised = replace(good, epoch=good.epoch + 1).pack(bytes.fromhex(moment.journal_id))
+    yield Damage(moment, "stub", "of another epoch", path, raised, names)
+
+
 def _foreign_objects(
     moment: Moment, path: Path, epoch: int, names: tuple[str, ...]
 ) -> Iterator[Damage]:
@@ -329,7 +363,7 @@ def _foreign_objects(
     found = {
         ONE_FRAME: other_frame(content, *how),
         "with another payload": other_payload(content, *how).content,
-        "of another journal": of_another_journal(content, *how),
+        OF_ANOTHER_JOURNAL: of_another_journal(content, *how),
     }
     if (other := other_course(content, *how)) is not None:
         found[ANOTHER] = other.content

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_pipelines.bench.landing import governed
+from fabric_pipelines.bench.landing import governed, turns
 from fabric_pipelines.bench.landing.measure import PARTS, Options, measure, table
 from fabric_pipelines.bench.landing.rows import FUNCTIONS, batch
 from fabric_pipelines.bench.landing.ways import WAYS
@@ -56,7 +56,7 @@ def test_every_way_is_measured_or_named_as_missing_and_ours_keeps_its_budget(
 def test_prices_and_the_governors_line_are_printed(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(governed, "FILL_ROWS", 10_000)
+    monkeypatch.setattr(governed, "FILL_SEGMENTS_MOST", 2)
     monkeypatch.setattr(governed, "SETTLE_S", 0.3)
     options = Options(rows=10_000, rounds=1, runs=2, seconds=1.0, parts=("prices", "governor"))
     report = measure(settings, options, lambda line: None)
@@ -69,7 +69,7 @@ def test_prices_and_the_governors_line_are_printed(
     found = report["governor"]
     assert len(found["runs"]) == 2
     for run in (*found["runs"], found["all"]):
-        assert all(run[kind]["rows_per_s"] > 0 for kind in governed.KINDS)
+        assert all(run[kind]["rows_per_s"] > 0 for kind in turns.KINDS)
         assert run["idle"]["transactions"] > 0
     assert found["all"]["idle"]["transactions"] == sum(
         run["idle"]["transactions"] for run in found["runs"]
@@ -79,9 +79,49 @@ def test_prices_and_the_governors_line_are_printed(
     text = table(report)
     assert "| + HNSW" in text
     assert "share of the rate" in text
+    assert f"{found['verdict']['both']} of 2 runs**" in text
+    assert 0 < found["all"]["idle"]["busy_share"] <= 1
+
+
+def test_the_floor_is_measured_through_completions_loop(settings: Settings) -> None:
+    report = measure(settings, Options(rounds=2, parts=("floor",)), lambda line: None)
+    found = report["floor"]
+    assert len(found["seconds"]) == 2, "and every row of both was counted in the table"
+    assert "20,000 generated rows through completion's loop" in table(report)
+
+
+def test_the_halves_of_silence_tell_what_the_machine_alone_makes_of_a_ratio() -> None:
+    run = turns.Turns(each_ms=[[1.0] * 50, [3.0] * 50, [1.0] * 50, [3.0] * 50])
+    assert (run.noise(), turns.Turns(each_ms=[[2.0]]).noise()) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "shares", "busy", "expected"),
+    [
+        ((1.3, 1.31, 0.9), (0.5, 0.9, 0.49), (0.1, 0.2, 0.9), (1, 2, 2, [3])),
+        ((2.0,), (0.1,), (0.0,), (0, 0, 0, [])),
+    ],
+)
+def test_the_verdict_counts_runs_that_keep_both_limits_and_names_those_without_quiet(
+    ratios: tuple[float, ...],
+    shares: tuple[float, ...],
+    busy: tuple[float, ...],
+    expected: tuple[int, int, int, list[int]],
+) -> None:
+    lines = [
+        {
+            "idle": {"busy_share": taken, "noise": 1.2},
+            "ungoverned": {"p99_ratio": 3.0},
+            "governed": {"p99_ratio": ratio},
+            "rate_share": share,
+        }
+        for ratio, share, taken in zip(ratios, shares, busy, strict=True)
+    ]
+    said = turns.verdict(lines)
+    assert tuple(said[key] for key in ("both", "ratio", "share", "not_quiet")) == expected
 
 
 def test_an_unknown_part_is_refused(settings: Settings) -> None:
-    with pytest.raises(UsageError, match="parts are ways, prices, governor"):
+    with pytest.raises(UsageError, match="parts are ways, floor, prices, governor"):
         measure(settings, Options(parts=("wayss",)), lambda line: None)
-    assert PARTS == ("ways", "prices", "governor")
+    assert PARTS == ("ways", "floor", "prices", "governor")

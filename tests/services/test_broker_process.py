@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,39 @@ def test_bad_input_is_refused_with_its_type_and_journals_nothing(broker: Broker)
             client.submit(submission_of([tasks_of([9] * 5)], 2), good)
         with pytest.raises(SubmissionConflict, match="declared"):
             client.submit(submission_of([*good, *good], 3), good)
+
+
+def test_a_submission_that_will_never_be_whole_is_abandoned_and_what_came_of_it_lands(
+    broker: Broker,
+) -> None:
+    batches = [tasks_of([10] * 3), tasks_of([20] * 5, seed=1)]
+    wrong = replace(submission_of(batches, 4), fingerprint="ab" * 32)
+    with broker.client("producer") as client:
+        with pytest.raises(SubmissionConflict, match="nothing of it was taken"):
+            client.submit(replace(submission_of(batches[:1], 5), fingerprint="0" * 64), batches[:1])
+        assert client.submission(f"{5:064x}") is None
+        with pytest.raises(SubmissionConflict, match=r"abandon 0{63}4"):
+            client.submit(wrong, batches)
+        left = client.submission(wrong.submission_id)
+        assert left is not None
+        assert (left.enqueued, left.closed) == (3, False)
+    told = subprocess.run(
+        [sys.executable, "-m", "fabric_pipelines", "broker", "abandon", f"{4:064x}", "--json"],
+        env={**os.environ, **broker.settings.as_environment()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert (found["enqueued"], found["closed"], found["abandoned"]) == (3, True, True)
+    assert len(finish_everything(broker)) == 3
+    with broker.client("producer") as client:
+        state = client.wait(wrong.submission_id, timeout_s=10)
+        assert (state.finished, state.retired) == (True, 3)
+        with pytest.raises(SubmissionConflict, match="abandoned with 3 of its 8 tasks"):
+            client.submit(wrong, batches)
 
 
 def test_roles_are_held_to_what_they_may_do(broker: Broker, worker: BrokerClient) -> None:

@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from fabric_pipelines.completion.__main__ import receiver_of, valve_of
+from fabric_pipelines.dataplane import cpu_slices
 from fabric_pipelines.dataplane import writer as writer_module
 from fabric_pipelines.dataplane.cpu_slices import (
     ATTRIBUTES,
@@ -23,6 +24,7 @@ from fabric_pipelines.dataplane.cpu_slices import (
     SHORT_NS,
     BackendSlice,
     ask,
+    keep_to_half,
 )
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
@@ -97,6 +99,46 @@ def test_after_a_lost_connection_the_new_backend_gives_way_too(
     elastic.close()
     in_thread(lambda: elastic.land(pulled_batch(20, function="embed", first=20)))
     assert seen[2:] == [("copy", LONG_NS), ("commit", SHORT_NS)]
+
+
+CORES = sorted(os.sched_getaffinity(0))
+HALF = CORES[len(CORES) // 2 :]
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core has no half")
+def test_bulk_keeps_to_half_of_the_cores_and_nothing_else_does(
+    database: Database, elastic: Writer
+) -> None:
+    def work() -> list[int]:
+        for first in (0, 5):  # the second time it is still half, not a quarter
+            elastic.land(pulled_batch(5, function="embed", first=first))
+        return sorted(os.sched_getaffinity(0))
+
+    assert in_thread(work) == HALF
+    assert elastic._connection is not None
+    assert sorted(os.sched_getaffinity(elastic._connection.info.backend_pid)) == HALF
+    other = Writer(database)
+    own = in_thread(
+        lambda: (
+            other.land(pulled_batch(5, function="embed", first=10)),
+            sorted(os.sched_getaffinity(0)),
+        )[1]
+    )
+    assert other._connection is not None
+    assert sorted(os.sched_getaffinity(other._connection.info.backend_pid)) == own == CORES
+    other.close()
+    assert sorted(os.sched_getaffinity(os.getpid())) == CORES
+
+
+def test_one_core_is_not_halved_and_a_process_that_is_gone_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_slices, "_cores", lambda pid: CORES[:1])
+    assert in_thread(lambda: (keep_to_half(), sorted(os.sched_getaffinity(0)))) == (
+        False,
+        CORES[:1],
+    )
+    assert not keep_to_half(2**22 + 1)
 
 
 def test_what_is_not_bulk_keeps_its_usual_slice(

@@ -281,7 +281,7 @@ def test_the_account_is_read_while_its_process_lives_and_not_later(
     assert seen is not None
     assert (seen["pid"], seen["counters"]["retired"], seen["held"]) == (os.getpid(), 30, 0)
     assert seen["governor"]["classes"]["bulk"]["rows"] == 30
-    assert account.summary(seen).startswith("up to 16.0 MB/s of write cost, 2,000 rows")
+    assert account.summary(seen).startswith("up to 32.0 MB/s of write cost, 1,000 rows")
     text = account.path_of(settings).with_suffix(".prom").read_text()
     assert "fabric_completion_governor_classes_bulk_rows 30.0\n" in text
     assert json.loads(account.path_of(settings).read_text())["counters"]["landings"] == 1

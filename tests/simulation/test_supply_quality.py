@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fabric_pipelines.bench import supply_quality
+from fabric_pipelines.bench import supply_quality, supply_shares
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +65,36 @@ def test_the_table_shows_every_figure(found: dict[str, Any]) -> None:
     text = supply_quality.table(found)
     assert f"{found['padding_waste']:.2%}" in text
     assert f"{found['prefix_bound']:.3f}" in text
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict[str, Any]:
+    return supply_shares.measure(tasks=30_000, documents=400)
+
+
+def test_unlike_profiles_are_both_served_full_until_the_rests_of_the_lanes(
+    shared: dict[str, Any],
+) -> None:
+    small, large = shared["profiles"]
+    assert small["tasks"] + large["tasks"] == 30_000
+    assert small["full"] >= 0.98
+    assert large["full"] >= 0.88
+    assert min(small["full_until"], large["full_until"]) >= 0.95
+    assert large["fill"] >= 0.9
+
+
+def test_tenants_take_turns_of_about_a_lease_and_keep_their_prefixes(
+    shared: dict[str, Any],
+) -> None:
+    assert [row["consumers"] for row in shared["tenants"]] == [1, 2, 4]
+    for row in shared["tenants"]:
+        assert row["gap_leases"] <= 2.0
+        assert row["bound"] - row["hit_rate"] <= 0.02
+        assert row["differences"] == 0
+
+
+def test_the_table_of_shares_shows_every_row(shared: dict[str, Any]) -> None:
+    text = supply_shares.table(shared)
+    assert f"| large | {shared['profiles'][1]['leases']} |" in text
+    for row in shared["tenants"]:
+        assert f"| {row['gap_leases']:.1f} leases |" in text

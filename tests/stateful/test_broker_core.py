@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     Bundle,
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
 
 from fabric_pipelines.broker import space
 from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.errors import SubmissionConflict, UsageError
 from fabric_pipelines.ids import task_id
 from fabric_pipelines.ledger import Amount
 from fabric_pipelines.records.batch import Budget
@@ -65,6 +67,7 @@ class TwinTask:
 class Twin:
     tasks: dict[int, TwinTask] = field(default_factory=dict)
     uploaded: dict[int, int] = field(default_factory=dict)  # rows of each submission
+    abandoned: set[int] = field(default_factory=set)
 
     def ids(self, state: str, holder: str | None = None) -> list[int]:
         return [
@@ -113,7 +116,12 @@ class BrokerMachine(RuleBasedStateMachine):
         """Send a submission, or send it again, perhaps stopping after a few batches."""
         batches = batches_of(mark)
         header = submission_of(batches, mark, sampling=EMBED if mark % 2 else GENERATE)
+        if mark in self.twin.abandoned:
+            with pytest.raises(SubmissionConflict, match="abandoned"):
+                self.bench.owner.open_submission(header)
+            return
         self.bench.owner.open_submission(header)
+        self.twin.uploaded.setdefault(mark, 0)
         first = 0
         for batch in batches[:until]:
             self.bench.upload(header, first, batch)
@@ -126,6 +134,22 @@ class BrokerMachine(RuleBasedStateMachine):
             self.twin.uploaded[mark] = max(known, first)
         if self.twin.uploaded.get(mark) == header.tasks:
             assert self.bench.owner.close_submission(header.submission_id).closed
+        self.commit()
+
+    @rule(mark=st.integers(1, 5))
+    def abandon(self, mark: int) -> None:
+        """Whatever came of it stays as it is, and nothing more comes."""
+        batches, owner = batches_of(mark), self.bench.owner
+        rows, total = self.twin.uploaded.get(mark), sum(batch.num_rows for batch in batches)
+        if rows is None or rows == total:
+            with pytest.raises(
+                UsageError, match="not known" if rows is None else "nothing to abandon"
+            ):
+                owner.abandon_submission(f"{mark:064x}")
+            return
+        state = owner.abandon_submission(f"{mark:064x}")
+        assert (state.closed, state.abandoned, state.enqueued) == (True, True, rows)
+        self.twin.abandoned.add(mark)
         self.commit()
 
     # -- consumers

@@ -3,14 +3,13 @@
 In a run silence and two kinds of bulk take turns of a few seconds, so that whatever else the machine does falls on all of
 them: completion's own loop landing all it can, two writers and large transactions; and the same loop behind the
 governor, which begins anew in each run and knows nothing. A figure is over all samples of its kind. Before the
-first run bulk lands until the WAL is as large as it gets, as on a server that runs for a while; before each run the table is
-emptied and a checkpoint made.
+first run the WAL is made as large as it gets, as on a server that runs for a while; before each run the table is
+emptied and a checkpoint made. What other processes took of the CPUs in silence is measured: it says whose p99 that was.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -20,12 +19,13 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import psutil
 import psycopg
 import pyarrow as pa
 
 from fabric_pipelines.bench.landing.foreground import TABLE
 from fabric_pipelines.bench.landing.rows import INCARNATION, batch
+from fabric_pipelines.bench.landing.turns import Run, Turns, line, verdict
 from fabric_pipelines.completion.receive import OpenGate, Receiver
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.governor import Limits
@@ -42,11 +42,9 @@ TURN_S = 4.0
 BREATH_S = 0.3
 """Between two turns, counted for neither: what was begun ends."""
 TAP_STEP_S = 0.01
-FILL_ROWS = 1_000_000
-"""About 1.1 GB of WAL."""
+FILL_SEGMENTS_MOST = 512
 OTHER_IDS = 1 << 36
 """Where those of governed bulk begin: the two never meet in the table."""
-KINDS = ("ungoverned", "governed")
 TURNS = ("idle", "ungoverned", "idle", "governed")
 
 
@@ -123,28 +121,13 @@ class HalfDeaf(Valve):
             super().probed(latency_ms, loaded=loaded)
 
 
-@dataclass(slots=True)
-class Turns:
-    """All turns of one kind: milliseconds of small transactions, rows that bulk landed meanwhile."""
-
-    waits_ms: list[float] = field(default_factory=list)
-    rows: int = 0
-    seconds: float = 0.0
-
-    def p(self, share: int) -> float:
-        return round(float(np.percentile(self.waits_ms, share)), 2)
-
-
-Run = dict[str, Turns]
-
-
 def measure(
     database: Database, seconds: float, runs: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """`seconds` of each kind of bulk in each run, and twice as many of silence."""
     with database.session() as connection:
         connection.execute(TABLE.encode())
-    _fill(database)
+    _fill(database.url)
     found: list[dict[str, Any]] = []
     pooled: Run = {name: Turns() for name in TURNS}
     account: dict[str, Any] = {}
@@ -152,37 +135,27 @@ def measure(
         run, account = _run(database, seconds)
         for name, turns in run.items():
             pooled[name].waits_ms += turns.waits_ms
+            pooled[name].each_ms += turns.each_ms
             pooled[name].rows += turns.rows
             pooled[name].seconds += turns.seconds
-        found.append(_line(run))
+            pooled[name].busy_s += turns.busy_s
+        found.append(line(run))
         say(f"governor, run {number + 1} of {runs}: {found[-1]}")
-    return {"runs": found, "all": _line(pooled), "account": account}
+    return {"runs": found, "all": line(pooled), "verdict": verdict(found), "account": account}
 
 
-def _line(run: Run) -> dict[str, Any]:
-    idle = run["idle"]
-    line: dict[str, Any] = {
-        "load": round(os.getloadavg()[0], 1),
-        "idle": {"transactions": len(idle.waits_ms), "p50_ms": idle.p(50), "p99_ms": idle.p(99)},
-    }
-    for name in KINDS:
-        turns = run[name]
-        line[name] = {
-            "transactions": len(turns.waits_ms),
-            "p50_ms": turns.p(50),
-            "p99_ms": turns.p(99),
-            "p99_ratio": round(turns.p(99) / idle.p(99), 2),
-            "rows_per_s": round(turns.rows / turns.seconds),
-        }
-    share = line["governed"]["rows_per_s"] / max(line["ungoverned"]["rows_per_s"], 1)
-    return {**line, "rate_share": round(share, 2)}
-
-
-def _fill(database: Database) -> None:
-    with _bulk(database, OpenGate(writers=2), 0, elastic=False) as bulk, bulk.turn():
-        while bulk.inserted() < FILL_ROWS:
-            bulk.check()
-            time.sleep(0.1)
+def _fill(url: str) -> None:
+    """A new segment of WAL is 16 MB of zeros that everybody waits for: a server that ran for a while has old ones."""
+    with psycopg.connect(url, autocommit=True) as admin:
+        row = admin.execute(
+            "select pg_size_bytes(current_setting('max_wal_size'))"
+            " / pg_size_bytes(current_setting('wal_segment_size'))"
+        ).fetchone()
+        assert row is not None
+        for _ in range(min(int(row[0]), FILL_SEGMENTS_MOST)):
+            admin.execute("select pg_logical_emit_message(true, 'bench', 'x')")
+            admin.execute("select pg_switch_wal()")
+        admin.execute("checkpoint")
 
 
 def _run(database: Database, seconds: float) -> tuple[Run, dict[str, Any]]:
@@ -214,14 +187,23 @@ def _run(database: Database, seconds: float) -> tuple[Run, dict[str, Any]]:
                 with kinds[name].turn() if name in kinds else nullcontext():
                     time.sleep(BREATH_S)
                     began, before = time.time(), _inserted(kinds, name)
+                    busy_s = _busy_s()
                     time.sleep(turn_s)
                     spans.append((name, began, time.time()))
+                    run[name].busy_s += _busy_s() - busy_s
                     run[name].rows += _inserted(kinds, name) - before
                 run[name].seconds += spans[-1][2] - began
         account = valve.as_json()
     for name, began, ended in spans:
-        run[name].waits_ms += [took for at, took in samples if began <= at < ended]
+        run[name].each_ms.append([took for at, took in samples if began <= at < ended])
+        run[name].waits_ms += run[name].each_ms[-1]
     return run, account
+
+
+def _busy_s() -> float:
+    """Seconds that all CPUs together have worked, for whomever."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
 def _inserted(kinds: dict[str, Bulk], name: str) -> int:

@@ -1,4 +1,4 @@
-"""`fabric bench landing`: one run, one server of its own, three tables: ways, prices, governor.
+"""`fabric bench landing`: one run, one server of its own, four tables: ways, floor, prices, governor.
 
 Ways are interleaved round by round and each has a database of its own; figures are medians. CPU is what counts, client
 and backend together, since wall time on a shared machine measures the neighbours. Uses the ways that are installed and
@@ -19,7 +19,7 @@ import numpy as np
 import psycopg
 
 from fabric_pipelines.bench.broker import machine
-from fabric_pipelines.bench.landing import governed, prices
+from fabric_pipelines.bench.landing import floor, governed, prices, turns
 from fabric_pipelines.bench.landing.cpu import Spent, spent
 from fabric_pipelines.bench.landing.rows import FUNCTIONS, batch
 from fabric_pipelines.bench.landing.ways import WAYS, Way
@@ -28,7 +28,7 @@ from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, kept_elsewhere
 from fabric_pipelines.errors import FabricError, UsageError
 from fabric_pipelines.settings import Settings
 
-PARTS = ("ways", "prices", "governor")
+PARTS = ("ways", "floor", "prices", "governor")
 BATCH_ROWS = 5_000
 SLOW_ROWS = 2_500
 """Vectors by a way of half a millisecond a row: so many, in one batch."""
@@ -67,6 +67,9 @@ def measure(settings: Settings, options: Options, say: Say) -> dict[str, Any]:
         report["postgres"] = server.binaries.version if server.binaries else ""
         if "ways" in options.parts:
             report |= _measure_ways(server, options, say)
+        if "floor" in options.parts:
+            database = Database(_database(server, "floor"))
+            report["floor"] = floor.measure(database, options.rounds, say)
         if "prices" in options.parts:
             url = _database(server, "prices")
             report["prices"] = prices.measure(url, options.rows // 2, options.rounds, say)
@@ -178,6 +181,8 @@ def table(report: dict[str, Any]) -> str:
     if "systems" in report:
         lines += _ways_table(report["systems"])
         lines += [f"\nMissing: {name}: {why}" for name, why in report["missing"].items()]
+    if "floor" in report:
+        lines += _floor_lines(report["floor"])
     if "prices" in report:
         lines += _prices_table(report["prices"])
     if "governor" in report:
@@ -213,6 +218,17 @@ def _ways_table(systems: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _floor_lines(found: dict[str, Any]) -> list[str]:
+    kept = "kept" if found["worst_s"] < found["within_s"] else "NOT kept"
+    each = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
+    return [
+        "",
+        f"**{found['rows']:,} generated rows through completion's loop, a new governor each round**: {each} s; median "
+        f"{found['median_s']:.2f} s, {found['rows'] / found['median_s']:,.0f} rows/s. Floor of {found['within_s']:.0f} s "
+        f"in the worst round: {kept}.",
+    ]
+
+
 def _prices_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "",
@@ -234,12 +250,14 @@ def _governor_table(found: dict[str, Any]) -> list[str]:
         "",
         "**A small writer beside bulk** (its transactions' p99 in ms, and how many times that of silence in the same run)",
         "",
-        "| run | load | silence | ungoverned | rows/s | governed | rows/s | share of the rate |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | load | CPUs in silence | silence | its halves | ungoverned | rows/s | governed | rows/s | share of the rate |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     named = [(str(number), run) for number, run in enumerate(found["runs"], 1)]
     for name, run in [*named, ("all", found["all"])]:
-        cells = [name, f"{run['load']}", f"{run['idle']['p99_ms']}"]
+        idle = run["idle"]
+        cells = [name, f"{run['load']}", f"{idle['busy_share']:.0%}", f"{idle['p99_ms']}"]
+        cells.append(f"{idle['noise']:.2f}")
         for each in (run["ungoverned"], run["governed"]):
             cells += [f"{each['p99_ms']} (**{each['p99_ratio']:.2f}**)", f"{each['rows_per_s']:,}"]
         lines.append(f"| {' | '.join(cells)} | {run['rate_share']:.0%} |")
@@ -251,9 +269,24 @@ def _governor_table(found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
+        *_verdict(found["verdict"], len(found["runs"])),
+        "",
         f"{samples:,} small transactions; medians in ms: {medians}. At the end of the last run the governor allows "
         f"{now['rate_bytes_per_s'] / 1e6:,.0f} MB/s of write cost, {now['rows_per_transaction']:,} rows a "
         f"transaction, {now['writers']} writer(s); pressures {_named(now['pressures'])}; moves {_named(now['moves'])}.",
+    ]
+
+
+def _verdict(said: dict[str, Any], runs: int) -> list[str]:
+    noisy = ", ".join(map(str, said["not_quiet"]))
+    return [
+        f"**p99 at most {turns.RATIO_MOST} times that of silence and at least {turns.SHARE_LEAST:.0%} of the rate: "
+        f"{said['both']} of {runs} runs** ({said['ratio']} the first, {said['share']} the second); medians: "
+        f"{said['median_ratio']} times (ungoverned {said['median_ungoverned_ratio']}, one half of silence against the other {said['median_noise']}), {said['median_share']:.0%}.",
+        f"The machine was not quiet in runs {noisy}: more than {turns.QUIET_SHARE:.0%} of its CPUs' time was taken while "
+        "only the small writer ran."
+        if noisy
+        else "The machine was quiet in every run.",
     ]
 
 

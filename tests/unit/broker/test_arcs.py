@@ -92,10 +92,36 @@ def test_a_lease_is_full_although_its_arc_ends_in_the_middle() -> None:
     assert len(take(order, "w1", 64)) == 64
 
 
+def test_a_lease_is_full_however_many_arcs_have_to_give_for_it() -> None:
+    order = sorted_order(np.arange(64, dtype=np.uint64))
+    for at in range(8):
+        take(order, f"w{at}", 1)
+    assert len(take(order, "w3", 50)) == 50
+    assert sum(length for _, length in order.arcs) == 64 - 8 - 50
+
+
+def test_what_comes_ahead_goes_with_the_next_and_what_steps_aside_waits_for_its_recall() -> None:
+    order = sorted_order(np.arange(20, dtype=np.uint64))
+    assert order.peek(6, "w").tolist() == [0, 1, 2, 3, 4, 5]
+    order.step_aside(np.array([True, False, True, False]), "w")
+    assert order.peek(4, "w").tolist() == [1, 3, 4, 5]
+    assert order.has_aside
+    order.add_ahead(order.recall(1))
+    assert order.peek(4, "w").tolist() == [0, 1, 3, 4]
+    order.aside(order.recall(5))
+    assert sorted(order.tasks().tolist()) == list(range(20))
+    order.remove(np.array([0, 2]))
+    assert not order.has_aside
+    assert order.peek(2, "w").tolist() == [1, 3]
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.lists(st.integers(0, 40), max_size=12)),
         st.tuples(st.just("front"), st.integers(1, 3)),
+        st.tuples(st.just("ahead"), st.integers(1, 3)),
+        st.tuples(st.just("aside"), st.integers(0, 2), st.integers(1, 9)),
+        st.tuples(st.just("recall"), st.integers(1, 9), st.booleans()),
         st.tuples(st.just("take"), st.integers(0, 2), st.integers(1, 9)),
         st.tuples(st.just("release"), st.integers(0, 2)),
     ),
@@ -107,6 +133,7 @@ steps = st.lists(
 @given(steps=steps)
 def test_whatever_comes_and_goes_the_order_holds_what_a_set_holds(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     table, twin, number = np.zeros(2000, np.uint64), set(), 0
+    aside: set[int] = set()
     order = PrefixOrder(table.__getitem__)
     for step in steps:
         if step[0] == "add":
@@ -116,16 +143,31 @@ def test_whatever_comes_and_goes_the_order_holds_what_a_set_holds(steps: list[tu
             order.add(keys, tasks)
             twin |= set(tasks.tolist())
             number += len(keys)
-        elif step[0] == "front":
-            order.add_front(np.arange(number, number + step[1]))
+        elif step[0] in ("front", "ahead"):
+            new = np.arange(number, number + step[1])
+            (order.add_front if step[0] == "front" else order.add_ahead)(new)
             twin |= set(range(number, number + step[1]))
             number += step[1]
         elif step[0] == "take":
             got = take(order, f"w{step[1]}", step[2])
             assert set(got) <= twin
             assert len(set(got)) == len(got) <= step[2]
-            assert got or not twin
+            assert got or not twin - aside
+            assert not set(got) & aside
             twin -= set(got)
+        elif step[0] == "aside":
+            shown = order.peek(step[2], f"w{step[1]}", front=False)
+            odd = shown % 2 == 1
+            if len(shown):
+                order.step_aside(odd, f"w{step[1]}")
+            aside |= set(shown[odd].tolist())
+            assert order.has_aside or not aside
+        elif step[0] == "recall":
+            back = order.recall(step[1])
+            assert set(back.tolist()) <= aside
+            assert len(back) <= step[1]
+            (order.add_ahead if step[2] else order.aside)(back)
+            aside -= set(back.tolist()) if step[2] else set()
         else:
             order.release(f"w{step[1]}")
         assert sorted(order.tasks().tolist()) == sorted(twin)

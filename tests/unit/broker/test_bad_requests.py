@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "status": ("admin", {}, b""),
     "submission": ("producer", {"submission_id": KNOWN.submission_id}, b""),
     "close": ("producer", {"submission_id": KNOWN.submission_id}, b""),
+    "abandon": ("admin", {"submission_id": KNOWN.submission_id}, b""),
     "attach": (
         "consumer",
         {

@@ -483,5 +483,14 @@ def test_a_field_that_a_snapshot_does_not_know_is_noticed() -> None:
     assert set(vars(State(1).index)) == index
     lane = {"index", "key", "sampling", "accounts", "generation", "step", "producers", "opened_at"}
     assert set(Lane.__dataclass_fields__) == lane | {"order", "waiting", "away"}
-    record = {"index", "header", "closed", "rows", "tokens", "batches", "first_sequence", "lanes"}
+    record = {
+        "index",
+        "header",
+        "closed",
+        "rows",
+        "tokens",
+        "batches",
+        "first_sequence",
+        "lanes",
+    } | {"abandoned"}
     assert set(SubmissionRecord.__dataclass_fields__) == record

@@ -43,6 +43,7 @@ FACTS: list[Fact] = [
     SubmissionOpened(submission_of([tasks_of([3, 4])])),
     Enqueued("a" * 64, 2, 10, 77, 3, b"arrow bytes"),
     SubmissionClosed("a" * 64),
+    SubmissionClosed("a" * 64, abandoned=True),
     Leased(4, "w", 1, THREE),
     Claimed(5, "w", THREE),
     Computed("w", THREE, VERDICTS, np.array([1, 0, 7], np.int32), 12, b"ipc"),

@@ -99,21 +99,6 @@ def test_more_than_was_declared_is_refused_before_it_is_journaled(bench: Bench) 
     assert bench.journal.next_lsn == before
 
 
-@pytest.mark.parametrize("crashed", [False, True])
-def test_content_that_is_not_what_the_fingerprint_says_never_closes(
-    bench: Bench, crashed: bool
-) -> None:
-    header = submission_of(BATCHES)
-    bench.owner.open_submission(header)
-    bench.upload(header, 0, BATCHES[0])
-    bench.upload(header, 3, tasks_of([50] * 5, seed=99))
-    bench.owner.commit()
-    if crashed:
-        bench.crash()
-    with pytest.raises(SubmissionConflict, match="fingerprint"):
-        bench.owner.close_submission(header.submission_id)
-
-
 def test_an_incomplete_submission_does_not_close(bench: Bench) -> None:
     header = submission_of(BATCHES)
     bench.owner.open_submission(header)
@@ -181,13 +166,12 @@ def test_rows_of_two_streams_are_fingerprinted_as_they_were_taken(
     left, right = Stream(bench, header), Stream(bench, header)
     left.send(0, BATCHES[0])
     right.send(0, BATCHES[0])
-    right.send(3, BATCHES[1] if honest else tasks_of([50] * 5, seed=99))
-    left.send(3, BATCHES[1])
-    if honest:
-        assert bench.owner.close_submission(header.submission_id).closed
-    else:
+    if not honest:
         with pytest.raises(SubmissionConflict, match="fingerprint"):
-            bench.owner.close_submission(header.submission_id)
+            right.send(3, tasks_of([50] * 5, seed=99))
+    right.send(3, BATCHES[1])
+    left.send(3, BATCHES[1])
+    assert bench.owner.close_submission(header.submission_id).closed
 
 
 # -- leases
@@ -308,8 +292,8 @@ def test_nacked_tasks_come_back_first_and_cost_no_attempt(bench: Bench) -> None:
     assert bench.owner.nack("w", np.array(ids), "drains", False) == 4
     again = bench.lease()
     assert again is not None
-    assert ids_of(again) == ids
-    assert again.tasks.column("attempts").to_pylist() == [0] * 4
+    assert ids_of(again)[:4] == ids, "and take along what a full batch needs"
+    assert set(again.tasks.column("attempts").to_pylist()) == {0}
 
 
 def test_attempts_that_were_given_back_run_out_too_and_say_why(bench: Bench) -> None:

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_pipelines.broker.accounts import READY, Accounts
-from fabric_pipelines.broker.lanes import (
-    QUANTUM_TOKENS,
-    Lane,
-    LaneQueue,
-    Step,
-    key_of,
-    shapes,
-)
+from fabric_pipelines.broker.lanes import Lane, LaneQueue, Step, key_of, shapes
 from fabric_pipelines.broker.packing import guided, merge, pack
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, submission_of, tasks_of
@@ -125,13 +118,22 @@ def test_merging_equals_its_plain_twin(
 
 
 @pytest.mark.parametrize(
-    ("ready", "consumers", "expected"),
-    [(1000, 2, 32), (100, 2, 25), (3, 2, 1), (0, 2, 1), (10, 1, 32)],
+    ("ready", "share", "expected"),
+    [
+        (1000, (1, 2), 32),
+        (100, (1, 2), 25),
+        (3, (1, 2), 1),
+        (0, (1, 2), 1),
+        (10, (1, 1), 32),
+        (100, (512, 4096 + 512), 5),
+        (100, (4096, 4096 + 512), 32),
+        (60, (4096, 4096 + 512), 26),
+    ],
 )
 def test_leases_shrink_at_the_end_when_consumers_share(
-    ready: int, consumers: int, expected: int
+    ready: int, share: tuple[int, int], expected: int
 ) -> None:
-    assert guided(32, ready, consumers) == expected
+    assert guided(32, ready, *share) == expected
 
 
 def lanes_with(ready: list[int], *, tenant: str = "default", first: int = 0) -> list[Lane]:
@@ -181,6 +183,69 @@ def test_a_packed_lane_that_drains_is_emptied_before_the_session_leaves_it() -> 
     assert queue.choose(packed, BUDGET) is packed
 
 
+def test_a_session_that_comes_goes_to_a_full_batch_before_packed_work_that_drains() -> None:
+    padded, packed = lanes_with([20, 3])
+    packed.key = replace(packed.key, length=0)
+    packed.step = Step.DRAINING
+    queue = LaneQueue()
+    for lane in (packed, padded):
+        queue.offer(lane)
+    assert queue.choose(None, BUDGET) is padded
+    padded.accounts.tasks[READY + 1, 0] = 7
+    assert queue.choose(None, BUDGET) is packed
+
+
+def test_a_padded_batch_is_full_when_no_other_task_of_its_length_fits() -> None:
+    (lane,) = lanes_with([3])
+    lane.key = replace(lane.key, length=320)
+    assert lane.fills(Budget(64, 3 * 320 + 319, None))
+    assert not lane.fills(Budget(64, 4 * 320, None))
+    assert lane.fills(Budget(64, 100, None)), "one that is too large for any goes alone"
+
+
+def test_a_small_session_leaves_the_lanes_that_a_large_one_needs() -> None:
+    lanes = lanes_with([100, 30, 40, 3])
+    queue = LaneQueue()
+    for lane in lanes:
+        queue.offer(lane)
+    large = Budget(64, 1 << 20, None)
+    assert queue.choose(None, BUDGET, larger=large) is lanes[1]
+    assert queue.choose(None, large) is lanes[0]
+    for at in (1, 2):
+        lanes[at].accounts.tasks[READY + 1, at] = 7
+    assert queue.choose(None, BUDGET, larger=large) is lanes[0]
+
+
+budgets = st.builds(
+    Budget, st.integers(1, 40), st.integers(1, 3000), st.none() | st.integers(1, 900)
+)
+
+
+@given(
+    ready=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    away=st.sets(st.integers(0, 11)),
+    packed=st.sets(st.integers(0, 11)),
+    budget=budgets,
+    larger=st.none() | budgets,
+)
+def test_choosing_among_lanes_equals_its_plain_twin(
+    ready: list[int], away: set[int], packed: set[int], budget: Budget, larger: Budget | None
+) -> None:
+    lanes, queue = lanes_with(ready), LaneQueue()
+    for lane in lanes:
+        if lane.index in packed:
+            lane.key = replace(lane.key, length=0)
+        queue.offer(lane)
+        lane.away = lane.index in away
+    open_ = sorted(
+        (lane for lane in lanes if lane.is_open), key=lambda lane: (-lane.key.length, lane.index)
+    )
+    full = [lane for lane in open_ if lane.fills(budget)]
+    spared = [lane for lane in full if larger and not lane.fills(larger)]
+    found = queue.choose(None, budget, larger=larger)
+    assert found is next(iter(spared or full or open_), None)
+
+
 def test_a_full_batch_is_found_however_many_thin_lanes_lie_before_it() -> None:
     lanes = lanes_with([1] * 40 + [20] + [1] * 40)
     queue = LaneQueue()
@@ -200,45 +265,3 @@ def test_a_rest_in_an_active_lane_goes_out_when_nothing_else_is_there() -> None:
     lane.accounts.tasks[READY + 1, 0] = 1
     queue.offer(lane)
     assert queue.choose(None, BUDGET) is lane
-
-
-def serve(tenants: dict[str, int], turns: int, sessions: int = 1) -> tuple[dict[str, int], int]:
-    """Tokens served and changes of tenant, for tenants with leases of so many tokens."""
-    queue = LaneQueue()
-    lanes = {name: lanes_with([1 << 30], tenant=name)[0] for name in tenants}
-    for lane in lanes.values():
-        queue.offer(lane)
-    served, switches = dict.fromkeys(tenants, 0), 0
-    current: list[Lane | None] = [None] * sessions
-    for turn in range(turns):
-        before, at = current[turn % sessions], turn % sessions
-        lane = current[at] = queue.choose(before, BUDGET)
-        assert lane is not None
-        switches += before is not None and before is not lane
-        cost = tenants[lane.key.tenant]
-        served[lane.key.tenant] += cost
-        queue.charge(lane.key.tenant, cost)
-    return served, switches
-
-
-@pytest.mark.parametrize("sessions", [1, 3])
-def test_tenants_take_turns_by_tokens_whatever_a_lease_costs(sessions: int) -> None:
-    served, switches = serve({"a": 1000, "b": 300, "c": 70_000}, 6000, sessions)
-    assert max(served.values()) - min(served.values()) <= 2 * QUANTUM_TOKENS + sessions * 70_000
-    assert switches <= sum(served.values()) / QUANTUM_TOKENS + sessions * 3
-
-
-def test_a_tenant_alone_runs_up_no_debt_that_a_newcomer_would_profit_from() -> None:
-    queue = LaneQueue()
-    (mine,), (theirs,) = lanes_with([1 << 30]), lanes_with([1 << 30], tenant="other")
-    queue.offer(mine)
-    for _ in range(50):
-        assert queue.choose(mine, BUDGET) is mine
-        queue.charge("default", QUANTUM_TOKENS)
-    queue.offer(theirs)
-    lane, served = mine, {"default": 0, "other": 0}
-    for _ in range(100):
-        lane = queue.choose(lane, BUDGET)  # type: ignore[assignment]
-        served[lane.key.tenant] += 1
-        queue.charge(lane.key.tenant, QUANTUM_TOKENS)
-    assert served == {"default": 50, "other": 50}

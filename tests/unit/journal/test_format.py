@@ -175,6 +175,18 @@ def test_an_index_file_is_what_the_page_says_and_one_made_from_it_is_believed(
         assert journal.lsns_of(6) == [2]
 
 
+def test_a_control_frame_that_names_another_first_lsn_than_it_has_is_none(tmp_path: Path) -> None:
+    content = segment_by_hand(2)
+    headers = headers_of(content)
+    good = control(DURABLE, 2, 2, 2, chain=chain_of(2, *headers[1:-1]))
+    assert content.endswith(good)
+    bad = control(DURABLE, 1, 2, 2, chain=chain_of(2, *headers[1:-1]))
+    for name, last, cut in (("good", good, 0), ("bad", bad, 1)):
+        journal_by_hand(tmp_path / name, content[: -len(good)] + last, 2)
+        with Journal.open(tmp_path / name, segment_bytes=SEGMENT_BYTES) as journal:
+            assert (journal.recovered.last_lsn, journal.recovered.cut_frames) == (2, cut)
+
+
 def test_the_chain_depends_on_what_the_frames_hold() -> None:
     """That of format 1 did not: each header ends in its own CRC, and a CRC over both is the same for all."""
     one, other = frame(7, 1, b"hello"), frame(8, 1, b"other", rows=9)
