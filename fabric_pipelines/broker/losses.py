@@ -166,7 +166,7 @@ def _left(frames: Iterable[Salvaged]) -> _Left:
     for frame in frames:
         if frame.kind == Kind.ENQUEUE:
             batch = _batch_in(frame.lsn, frame.payload)
-            if batch is not None:
+            if batch is not None and batch.rows == frame.rows:  # said twice, payload and header
                 (left.batches if frame.whole else left.said).append(batch)
         elif frame.kind == Kind.CHECKPOINT and frame.whole:
             fact = decode(frame.kind, frame.payload, f"LSN {frame.lsn}")
@@ -229,9 +229,7 @@ def _place_of(
         return dict(place)  # of another kind, or not to be told
     bound = EXACT if last <= covered or first == last else LEAST
     if batch is not None and not batch.submission_id and first < last:
-        bound = (
-            ABOUT  # outcomes lay there as well, and some of these may have been moved, or given up
-        )
+        bound = ABOUT  # outcomes lay there as well, and some of these may be moved or given up
     return {
         **place,
         "tasks": len(tasks),

@@ -31,6 +31,7 @@ class Salvaged:
 
     lsn: int
     kind: int
+    rows: int
     whole: bool
     payload: memoryview
 
@@ -63,12 +64,13 @@ def _frames(window: Window, epoch: int, salt: int) -> Iterator[Salvaged]:
         if found is not None:
             header = found.header
             if header.kind not in CONTROL_KINDS:
-                yield Salvaged(header.lsn, header.kind, True, found.payload)
+                yield Salvaged(header.lsn, header.kind, header.rows, True, found.payload)
             offset += header.frame_bytes
             continue
         raw = window.at(offset, HEADER_BYTES)
         if len(raw) == HEADER_BYTES:
-            _, _, kind, _, _, of, lsn, _, length, _, _, _ = HEADER.unpack(raw)
+            _, _, kind, _, rows, of, lsn, _, length, _, _, _ = HEADER.unpack(raw)
             if of == epoch and kind <= DATA_KIND_MAX and length < window.size - offset:
-                yield Salvaged(lsn, kind, False, window.at(offset + HEADER_BYTES, length))
+                payload = window.at(offset + HEADER_BYTES, length)
+                yield Salvaged(lsn, kind, rows, False, payload)
         offset += ALIGNMENT
