@@ -68,7 +68,7 @@ def _due(instance: dg.DagsterInstance, broker: BrokerResource, workload: Workloa
         if published is not None and published["submission_id"] == ref.submission_id:
             continue
         state = broker.submission(ref.submission_id)
-        if state is not None and state.finished:
+        if state is not None and state.finished and not state.abandoned:
             due.append(partition)
     return due
 

@@ -208,6 +208,11 @@ def _finished(
         )
     if wait and not state.finished:
         state = completion.wait(ref.submission_id, _progress_line(completion.say_every_s))
+    if state.abandoned:
+        raise UsageError(
+            f"submission {ref.submission_id[:12]} was abandoned with {state.enqueued} of its {state.tasks} tasks: "
+            "materialise it again with another salt"
+        )
     return state if state.finished else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,7 @@ def of_submission(prepared: Prepared, state: SubmissionState) -> Metadata:
         "tokens_in": submission.tokens,
         "tokens_max": prepared.tokens_max,
         "padding_ratio": shown(prepared.padding_ratio),
-        "request": dg.MetadataValue.json(json.loads(submission.labels["request"])),
+        "request": dg.MetadataValue.json(dict(prepared.request)),
         "submission_id": submission.submission_id,
         "fingerprint": submission.fingerprint,
         "first_task_id": str(state.first_task_id),

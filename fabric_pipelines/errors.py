@@ -223,8 +223,9 @@ class StorageFailed(TerminalError):
 
 class CorruptionFound(TerminalError):
     """Exits as a fail-closed refusal does: another start changes nothing. `places`: where, as values of JSON: `segment`,
-    `offset`, `end`, `lsn`, `last_lsn` each and, once a broker had a look, `tasks`, `live`, `task_ids`, `rows` (of their
-    submissions, the first few) and `remedy`. Empty where no place is known."""
+    `offset`, `end`, `lsn`, `last_lsn` (None: to the end of the log) each and, once a broker had a look, `tasks`, `live`,
+    `task_ids`, `rows` (of their submissions, the first few) and `remedy`; a refused start adds `bound`, whether that is
+    "exact", "at least" or "about". Empty where no place is known."""
 
     exit_code = 4
 

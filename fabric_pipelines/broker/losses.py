@@ -8,7 +8,7 @@ what it finds decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from fabric_pipelines.broker.accounts import DEAD, RETIRED
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.envelope import unpack
 from fabric_pipelines.broker.facts import CheckpointTaken, Kind, decode
-from fabric_pipelines.broker.replies import DamagedFrame, LostRows
+from fabric_pipelines.broker.replies import LostRows
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import CorruptionFound, FabricError, SchemaError
-from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.salvage import Salvaged, salvage
@@ -32,6 +31,7 @@ from fabric_pipelines.journal.salvage import Salvaged, salvage
 Sequences = npt.NDArray[np.int64]
 SPANS_MAX = 16
 SUBMISSIONS_MAX = 8
+EXACT, LEAST, ABOUT = "exact", "at least", "about"
 NOTHING: Sequences = np.zeros(0, np.int64)
 AGAIN = "restore that file from a copy and start the broker again"
 WITHOUT_A_COPY = (
@@ -77,13 +77,19 @@ def rows_of(state: State, tasks: Sequences) -> list[LostRows]:
     for record in np.unique(index.submission[tasks]).tolist()[:SUBMISSIONS_MAX]:
         mine = tasks[index.submission[tasks] == record]
         batches = np.array(state.submissions[record].batches, np.int64)
-        counts = np.array([len(index.rows_of(at)) for at in batches.tolist()], np.int64)
+        counts, bases = _counts_of(state, batches), index.base.view[batches]
         before = np.cumsum(counts) - counts
-        at = np.searchsorted(index.base.view[batches], mine, side="right") - 1
-        rows = mine - index.base.view[batches][at] + before[at]
+        at = np.searchsorted(bases, mine, side="right") - 1
+        rows = mine - bases[at] + before[at]
         header = state.submissions[record].header
         found.append(LostRows(header.submission_id, header.function, len(rows), spans_of(rows)))
     return found
+
+
+def _counts_of(state: State, batches: Sequences) -> Sequences:
+    """Rows of each ENQUEUE batch."""
+    counts: Sequences = np.diff(state.index.base.view, append=state.index.count)[batches]
+    return counts
 
 
 def spans_of(numbers: Sequences) -> str:
@@ -108,14 +114,13 @@ def told(fault: CorruptionFound, state: State, first_lsn: int, lsn: int) -> Corr
     return type(fault)(sentence, [{**known, **place}])
 
 
-def _cost(tasks: int, ids: str, rows: Sequence[LostRows]) -> str:
+def _cost(tasks: int, ids: str, rows: Sequence[LostRows], bound: str = EXACT) -> str:
     if not tasks:
         return "no task has its row or outcome there"
     named = ", ".join(str(part) for part in rows[:3])
     more = f" and {len(rows) - 3} submissions more" if len(rows) > 3 else ""
-    return (
-        f"{tasks} tasks have their row or outcome there ({ids}{': ' if named else ''}{named}{more})"
-    )
+    count = f"{'' if bound == EXACT else f'{bound} '}{tasks} tasks"
+    return f"{count} have their row or outcome there ({ids}{': ' if named else ''}{named}{more})"
 
 
 # -- of a start that is refused
@@ -136,14 +141,14 @@ def told_at_start(fault: CorruptionFound, folder: Path, ops: FileOps) -> Corrupt
         return fault
     newer = [batch for batch in left.batches if batch.lsn > covered]
     known = sorted([*_batches_of(state), *newer], key=lambda batch: batch.base)
-    frames = [_frame_of(place, state, covered, known, left.said) for place in fault.places]
-    cost = "; ".join(_cost(f.tasks, f.task_ids, f.rows) for f in frames[:3] if f is not None)
+    places = [_place_of(place, state, covered, known, left.said) for place in fault.places]
+    cost = "; ".join(
+        _cost(p["tasks"], p["task_ids"], [LostRows(**part) for part in p["rows"]], p["bound"])
+        for p in places[:3]
+        if "tasks" in p
+    )
     if not cost:
         return fault
-    places = [
-        dict(place) if frame is None else {**place, **asdict(frame)}
-        for place, frame in zip(fault.places, frames, strict=True)
-    ]
     return type(fault)(f"{fault}; {cost}; {WITHOUT_A_COPY}", places)
 
 
@@ -161,7 +166,7 @@ def _left(frames: Iterable[Salvaged]) -> _Left:
     for frame in frames:
         if frame.kind == Kind.ENQUEUE:
             batch = _batch_in(frame.lsn, frame.payload)
-            if batch is not None:
+            if batch is not None and batch.rows == frame.rows:  # said twice, payload and header
                 (left.batches if frame.whole else left.said).append(batch)
         elif frame.kind == Kind.CHECKPOINT and frame.whole:
             fact = decode(frame.kind, frame.payload, f"LSN {frame.lsn}")
@@ -182,9 +187,8 @@ def _newest(checkpoints: Checkpoints, left: _Left, identity: Identity) -> tuple[
 def _batches_of(state: State) -> Iterator[Batch]:
     """What the index knows, by the place of each batch's own ENQUEUE frame or of the frame that it was moved to."""
     for record in state.submissions:
-        row = 0
-        for at in record.batches:
-            rows = len(state.index.rows_of(at))
+        row, counts = 0, _counts_of(state, np.array(record.batches, np.int64))
+        for at, rows in zip(record.batches, counts.tolist(), strict=True):
             lsn, base = int(state.index.frames.view[at]), int(state.index.base.view[at])
             yield Batch(lsn, base, rows, record.header.submission_id, row)
             row += rows
@@ -199,11 +203,17 @@ def _batch_in(lsn: int, payload: memoryview) -> Batch | None:
         return None
 
 
-def _frame_of(
-    place: Any, state: State, covered: int, known: Sequence[Batch], said: Sequence[Batch]
-) -> DamagedFrame | None:
-    """What lay in a place; None if that cannot be told."""
-    first, last = int(place["lsn"]), int(place["last_lsn"])
+def _place_of(
+    place: Mapping[str, Any],
+    state: State,
+    covered: int,
+    known: Sequence[Batch],
+    said: Sequence[Batch],
+) -> dict[str, Any]:
+    """The place with what lay there, as far as that can be told."""
+    first, last = place["lsn"], place["last_lsn"]
+    if last is None:
+        last = max([first, covered, *(batch.lsn for batch in known)])
     old, new = _tasks_between(state, first, min(last, covered)), NOTHING
     rows, states = rows_of(state, old), state.index.state[old]
     live = int((~np.isin(states, (RETIRED, DEAD))).sum())
@@ -215,21 +225,20 @@ def _frame_of(
             span = spans_of(np.arange(batch.first_row, batch.first_row + batch.rows))
             rows.append(LostRows(batch.submission_id, "", batch.rows, span))
     tasks = np.concatenate([old, new])
-    if not len(tasks) and last > covered:
-        return None  # of another kind, or not to be told
-    return DamagedFrame(
-        segment=str(place["segment"]),
-        offset=int(place["offset"]),
-        end=int(place["end"]),
-        lsn=first,
-        last_lsn=last,
-        what="is damaged",
-        tasks=len(tasks),
-        live=live + len(new),
-        task_ids=spans_of(tasks + np.int64(state.incarnation << SEQUENCE_BITS)),
-        remedy=f"{AGAIN}; {WITHOUT_A_COPY}",
-        rows=rows,
-    )
+    if not len(tasks) and (last > covered or place["last_lsn"] is None):
+        return dict(place)  # of another kind, or not to be told
+    bound = EXACT if last <= covered or first == last else LEAST
+    if batch is not None and not batch.submission_id and first < last:
+        bound = ABOUT  # outcomes lay there as well, and some of these may be moved or given up
+    return {
+        **place,
+        "tasks": len(tasks),
+        "live": live + len(new),
+        "task_ids": spans_of(state.task_ids(tasks)),
+        "rows": [asdict(part) for part in rows],
+        "remedy": f"{AGAIN}; {WITHOUT_A_COPY}",
+        "bound": LEAST if place["last_lsn"] is None and bound == EXACT else bound,
+    }
 
 
 def _tasks_between(state: State, first: int, last: int) -> Sequences:

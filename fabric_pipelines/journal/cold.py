@@ -208,12 +208,12 @@ class ColdTier:
         begin = segment.offsets[lsn - segment.first_lsn]
         end = begin + segment.extent(lsn)
         what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
-        return self._lost(segment, what, Place(begin, end, lsn, lsn, 0))
+        return self._lost(segment, what, Place(begin, end, lsn, lsn))
 
     def _lost(self, segment: Segment, what: str, place: Place | None = None) -> ColdLost:
         """`place`: all of the object, if it is not told."""
         address = self.address(segment.epoch)
-        place = place or Place(0, segment.end, segment.first_lsn, segment.last_lsn, 0)
+        place = place or Place(0, segment.end, segment.first_lsn, segment.last_lsn)
         sentence = f"object {address} of the cold tier {what}; {RESTORE}"
         return ColdLost(sentence, [place.as_json(address)])
 

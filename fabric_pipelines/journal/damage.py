@@ -36,6 +36,9 @@ CONTROL_NAMES = {
 }
 
 
+TO_THE_END = 1 << 62
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Bytes offset..end are no whole frame. LSN first..last were there, none if last < first: then only control frames.
@@ -45,7 +48,7 @@ class Place:
     end: int
     first_lsn: int
     last_lsn: int
-    kind: int
+    kind: int = 0
 
     def as_json(self, segment: object) -> dict[str, Any]:
         """As `CorruptionFound.places` has them; the last LSN is below the first where no data frame lies."""
@@ -54,7 +57,7 @@ class Place:
             "offset": self.offset,
             "end": self.end,
             "lsn": self.first_lsn,
-            "last_lsn": self.last_lsn,
+            "last_lsn": None if self.last_lsn == TO_THE_END else self.last_lsn,
         }
 
     def __str__(self) -> str:

@@ -465,7 +465,7 @@ class Journal:
         if found is None or not segment.is_own(lsn, found.header):
             if segment.cold:
                 raise self.cold.lost(segment, lsn)
-            place = Place(offset, offset + segment.extent(lsn), lsn, lsn, 0)
+            place = Place(offset, offset + segment.extent(lsn), lsn, lsn)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
                 "the file from a copy",

@@ -11,9 +11,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fabric_pipelines.errors import CorruptionFound
-from fabric_pipelines.journal.damage import Place, next_magic, places, told
+from fabric_pipelines.journal.damage import TO_THE_END, Place, next_magic, places, told
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
@@ -376,10 +377,17 @@ def _refuse_shortened(candidate: Candidate) -> None:
     """No crash shortens a file: its size was durable before the frame that says so was written. What is missing would
     else pass for a torn tail, acknowledged or not."""
     if candidate.size < candidate.least:
+        first = candidate.start.last_lsn + 1
         raise CorruptionFound(
             f"segment {candidate.path} was cut short to {candidate.size} bytes, its size is {candidate.least}: what "
-            f"was acknowledged from LSN {candidate.start.last_lsn + 1} on may be gone; restore the file from a copy"
+            f"was acknowledged from LSN {first} on may be gone; restore the file from a copy",
+            [_rest(candidate, 0, first, TO_THE_END)],
         )
+
+
+def _rest(candidate: Candidate, offset: int, first_lsn: int, last_lsn: int) -> dict[str, Any]:
+    """Everything in that file from `offset` on."""
+    return Place(offset, candidate.size, first_lsn, last_lsn).as_json(candidate.path)
 
 
 def _suspects(unreadable: dict[Path, int]) -> str:
@@ -393,7 +401,8 @@ def _refuse_sealed_tail(newest: Candidate, tail: Scan, unreadable: dict[Path, in
         raise CorruptionFound(
             f"segment {newest.path} is sealed but the one after it (epoch {newest.epoch + 1}, from LSN "
             f"{tail.last_lsn + 1}) is missing or its first bytes are damaged{_suspects(unreadable)}; restore that file "
-            "from a copy"
+            "from a copy",
+            [Place(0, 0, tail.last_lsn + 1, TO_THE_END).as_json("")],
         )
 
 
@@ -405,11 +414,10 @@ def _damaged(
     how = {"epoch": candidate.epoch, "salt": salt, "first_lsn": first, "last_lsn": last_lsn}
     if found := list(places(window, scan.end, **how)):
         return told(candidate.path, found)
-    whole = Place(scan.end, candidate.size, first, last_lsn, 0)
     return CorruptionFound(
         f"segment {candidate.path} is damaged at offset {scan.end}: LSN {first}..{last_lsn} were acknowledged and "
         "cannot be read; restore the file from a copy",
-        [whole.as_json(candidate.path)],
+        [_rest(candidate, scan.end, first, last_lsn)],
     )
 
 
@@ -432,7 +440,7 @@ def _live(
         if epoch not in candidates or epoch > newest:
             after = min(later for later in candidates if later >= epoch)
             first = live[-1].start.last_lsn + 1 if live else 1
-            gone = Place(0, 0, first, candidates[after].start.last_lsn, 0)
+            gone = Place(0, 0, first, candidates[after].start.last_lsn)
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
                 f"between {first} and {gone.last_lsn} cannot be read{_suspects(unreadable)}; restore "
@@ -454,7 +462,8 @@ def _require_joined(
             raise CorruptionFound(
                 f"segment {candidate.path} (epoch {candidate.epoch}) is whole and not the one that this journal goes on "
                 f"from: LSN {candidate.start.last_lsn + 1}..{scan.last_lsn} in it were never acknowledged; restore "
-                "the file from a copy"
+                "the file from a copy",
+                [_rest(candidate, 0, candidate.start.last_lsn + 1, scan.last_lsn)],
             )
         if scan.last_lsn != following.last_lsn:
             raise _damaged(ops, candidate, scan, following.last_lsn, salt)

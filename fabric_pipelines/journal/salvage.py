@@ -1,7 +1,7 @@
 """Salvage: what is left of a journal that recovery refuses, for telling what is gone. Never a journal again.
 
-Every frame that is whole by itself, in order, of whatever part of the log; in between, those whose header is whole and
-whose payload is not. Nothing here is fit to be replayed: frames behind a torn tail are among them, and the chain is not
+Every frame that is whole by itself, in order, of whatever part of the log; in between, those that are not and still
+look like one of their segment. Nothing here is fit to be replayed: frames behind a torn tail are among them, and the chain is not
 looked at.
 """
 
@@ -16,20 +16,22 @@ from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.frame import (
     ALIGNMENT,
     CONTROL_KINDS,
+    DATA_KIND_MAX,
+    HEADER,
     HEADER_BYTES,
     SEGMENT,
     salt_of,
-    unpack_header,
 )
 from fabric_pipelines.journal.segment import SUFFIX, Window, frame_at
 
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """A data frame by its own header. `whole`: its payload is what was written, too."""
+    """A data frame by its own header. `whole`: header and payload are what was written; else any of it may not be."""
 
     lsn: int
     kind: int
+    rows: int
     whole: bool
     payload: memoryview
 
@@ -58,12 +60,17 @@ def salvage(ops: FileOps, folder: Path, journal_id: bytes) -> Iterator[Salvaged]
 def _frames(window: Window, epoch: int, salt: int) -> Iterator[Salvaged]:
     offset = 0
     while (offset := next_magic(window, offset)) < window.size:
-        header = unpack_header(window.at(offset, HEADER_BYTES), salt)
-        if header is None or header.epoch != epoch:
-            offset += ALIGNMENT
-            continue
         found = frame_at(window, offset, epoch=epoch, salt=salt)
-        if header.kind not in CONTROL_KINDS:
-            span = window.at(offset + HEADER_BYTES, header.length)
-            yield Salvaged(header.lsn, header.kind, found is not None, span)
-        offset += header.frame_bytes if found is not None else ALIGNMENT
+        if found is not None:
+            header = found.header
+            if header.kind not in CONTROL_KINDS:
+                yield Salvaged(header.lsn, header.kind, header.rows, True, found.payload)
+            offset += header.frame_bytes
+            continue
+        raw = window.at(offset, HEADER_BYTES)
+        if len(raw) == HEADER_BYTES:
+            _, _, kind, _, rows, of, lsn, _, length, _, _, _ = HEADER.unpack(raw)
+            if of == epoch and kind <= DATA_KIND_MAX and length < window.size - offset:
+                payload = window.at(offset + HEADER_BYTES, length)
+                yield Salvaged(lsn, kind, rows, False, payload)
+        offset += ALIGNMENT

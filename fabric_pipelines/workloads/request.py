@@ -22,7 +22,7 @@ from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import TASK_SCHEMA, task_batch, token_counts
 
 BATCH_ROWS = 4096
-SUBMISSION_KEY = b"fabric.submission"
+SUBMISSION_KEY, REQUEST_KEY = b"fabric.submission", b"fabric.request"
 WHOLE = ""  # partition of a workload that has none
 
 
@@ -76,10 +76,12 @@ def request_from(cls: type[RequestT], values: Mapping[str, Any]) -> RequestT:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A submission and its tasks (one table, TASK_SCHEMA), ready to be sent."""
+    """A submission and its tasks (one table, TASK_SCHEMA), ready to be sent. `request`: what was asked for, beside them and
+    no label of theirs: it may ask for another reading of the same results (more shuffles of a control)."""
 
     submission: Submission
     tasks: pa.Table
+    request: Mapping[str, Any]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         yield from self.tasks.to_batches(max_chunksize=BATCH_ROWS)
@@ -98,15 +100,21 @@ class Prepared:
         return self.submission.tokens + int(np.sum(self.tasks.column("max_new_tokens").to_numpy()))
 
     def to_table(self) -> pa.Table:
-        """The tasks, with the submission in the schema's metadata: one Arrow file says it all."""
-        return self.tasks.replace_schema_metadata({SUBMISSION_KEY: self.submission.to_json()})
+        """The tasks, with submission and request in the schema's metadata: one Arrow file says it all."""
+        return self.tasks.replace_schema_metadata(
+            {SUBMISSION_KEY: self.submission.to_json(), REQUEST_KEY: json.dumps(dict(self.request))}
+        )
 
     @classmethod
     def from_table(cls, table: pa.Table) -> Prepared:
-        header = (table.schema.metadata or {}).get(SUBMISSION_KEY)
-        if header is None:
-            raise SchemaError("table of tasks carries no submission in its schema metadata")
-        return cls(Submission.from_json(header), table.replace_schema_metadata(None))
+        told = table.schema.metadata or {}
+        if not {SUBMISSION_KEY, REQUEST_KEY} <= told.keys():
+            raise SchemaError(
+                "table of tasks carries no submission and request in its schema metadata"
+            )
+        request = json.loads(told[REQUEST_KEY])
+        header = Submission.from_json(told[SUBMISSION_KEY])
+        return cls(header, table.replace_schema_metadata(None), request)
 
 
 def prepare(
@@ -156,9 +164,8 @@ def prepare(
         labels={
             "workload": workload,
             "partition": partition,
-            "request": json.dumps(asdict(request), sort_keys=True),
             "tokeniser": tokeniser.sha256,
             "input": digest(texts),
         },
     )
-    return Prepared(submission, table)
+    return Prepared(submission, table, json.loads(json.dumps(asdict(request))))

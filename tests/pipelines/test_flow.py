@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
@@ -159,6 +160,18 @@ def test_the_sensor_asks_for_finished_work_until_it_is_published(fabric: Fabric)
         assert wanted.run_key is None
     assert fabric.run(*wanted.asset_selection, **wanted.tags).success
     assert fabric.tick().run_requests == []  # type: ignore[attr-defined]
+
+
+def test_what_was_abandoned_is_not_published_as_if_it_were_whole(fabric: Fabric) -> None:
+    fabric.run(submission_key("probes"))
+    fabric.broker.finish()
+    for key, state in fabric.broker.submissions.items():
+        fabric.broker.submissions[key] = replace(state, abandoned=True, enqueued=3, retired=3)
+    assert fabric.tick().run_requests == []  # type: ignore[attr-defined]
+    done = fabric.run(results_key("probes"))
+    (failure,) = (event for event in done.all_events if event.is_step_failure)
+    assert "was abandoned with 3 of its" in str(failure.step_failure_data.error)
+    assert fabric.latest(results_key("probes")) == {}
 
 
 def test_the_sensor_does_not_ask_twice_while_a_run_is_on_it(fabric: Fabric) -> None:

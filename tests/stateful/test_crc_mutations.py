@@ -4,14 +4,21 @@ crashes alone as well."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import pytest
 
 from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.broker.losses import ABOUT, EXACT, LEAST, told_at_start
+from fabric_pipelines.broker.state import State
+from fabric_pipelines.errors import CorruptionFound, FabricError
+from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.journal.recovery import Candidate, _scan
 from fabric_pipelines.testing.course import other_course
 from fabric_pipelines.testing.crash_judge import Broken, Judge, states_of
-from fabric_pipelines.testing.crash_life import FOLDER, Life
-from fabric_pipelines.testing.damage import FIELDS, frames_of, moments_of
+from fabric_pipelines.testing.crash_life import FOLDER, Life, bench_on
+from fabric_pipelines.testing.damage import FIELDS, damages_of, frames_of, moments_of
 from fabric_pipelines.testing.damage_carried import damaged_states
 from fabric_pipelines.testing.damage_judge import ALL, DamageJudge
 from fabric_pipelines.testing.sim_disk import SimDisk
@@ -82,6 +89,63 @@ def test_another_course_is_a_whole_segment_by_itself(life: Life) -> None:
     assert (scan.offsets, scan.kinds) == (other.index.offsets, other.index.kinds)
     assert scan.crcs == other.index.crcs
     assert path.parent == FOLDER
+
+
+def numbers_in(ids: str) -> set[int]:
+    """Sequence numbers of task ids as "7-9, 12"."""
+    spans = [part.partition("-") for part in ids.split(", ") if part != "none"]
+    return {sequence_of(at) for a, _, b in spans for at in range(int(a), int(b or a) + 1)}
+
+
+def test_what_a_refused_start_says_was_lost_is_what_lay_there(life: Life) -> None:
+    """Of every damage at rest that keeps a broker from starting, against the index of the broker that was not damaged."""
+    truths: dict[str, State] = {}
+    seen: Counter[str] = Counter()
+    for damage in damages_of(life, seed=7):
+        disk = SimDisk(damage.image)
+        if damage.carried or (fault := refusal_of(disk)) is None:
+            continue
+        moment = damage.moment
+        if moment.name not in truths:
+            truths[moment.name] = bench_on(SimDisk(moment.image)).owner.core.state
+        told = told_at_start(fault, FOLDER, disk)
+        assert str(told).startswith(str(fault))
+        for place in told.places:
+            index, first = truths[moment.name].index, place["lsn"]
+            last = first if place["last_lsn"] is None else place["last_lsn"]
+            if "tasks" not in place:
+                held = (index.frames.view >= first) & (index.frames.view <= last)
+                lone = place["last_lsn"] == first and first not in index.moved
+                seen["not told"] += lone and bool(held.any())
+                continue
+            seen[place["bound"]] += 1
+            if place["bound"] != EXACT:
+                continue
+            every = np.arange(index.count)
+            lsns, _ = index.locate(every)
+            held = (lsns >= first) & (lsns <= last) & index.present(every, 1)
+            mine = set(np.flatnonzero(held).tolist())
+            outcomes = np.flatnonzero(
+                (index.done_frames.view >= first) & (index.done_frames.view <= last)
+            )
+            mine |= set(np.flatnonzero(np.isin(index.done[: index.count], outcomes)).tolist())
+            assert numbers_in(place["task_ids"]) == mine, str(damage)
+            assert place["tasks"] == len(mine)
+    assert seen[EXACT] >= 5
+    assert min(seen[LEAST], seen[ABOUT]) >= 1
+    assert seen["not told"] <= 3, (
+        "the last batch of a log with a bit of its LSN, kind or length another"
+    )
+
+
+def refusal_of(disk: SimDisk) -> CorruptionFound | None:
+    try:
+        bench_on(disk).close()
+    except CorruptionFound as fault:
+        return fault
+    except FabricError:
+        return None
+    return None
 
 
 def test_every_comparison_is_found() -> None:

@@ -215,6 +215,19 @@ def test_what_a_damaged_frame_says_is_not_believed_where_it_does_not_fit(bench: 
     assert (place["task_ids"], place["rows"]) == (f"{first + ROWS}-{first + 2 * ROWS - 1}", [])
 
 
+def test_a_count_of_rows_that_the_header_does_not_confirm_is_not_believed(bench: DiskBench) -> None:
+    """In the last batch of the log, which nothing behind it bounds."""
+    submit(bench, 1)
+    bench.owner.idle()
+    path, offset, _ = frame(bench, Kind.ENQUEUE, 2)
+    at = path.read_bytes().index(b'"rows":10', offset) + len('"rows":')
+    flip(path, at)
+    assert path.read_bytes()[at - 7 : at + 2] == b'"rows":50'
+    fault = refused(bench)
+    assert "tasks" not in fault.places[0]
+    assert "have their row" not in str(fault)
+
+
 def test_a_missing_segment_names_its_rows(bench: DiskBench) -> None:
     submission_id, first = submit(bench, 1)
     here = frame(bench, Kind.ENQUEUE, 0)[0]

@@ -63,6 +63,13 @@ def test_a_prepared_submission_survives_an_arrow_file() -> None:
     assert back.tasks.equals(given.tasks)
 
 
+def test_another_reading_of_the_same_results_is_the_same_submission_in_every_field() -> None:
+    """More shuffles of a control compute no state again, and a submission sent again must be the same."""
+    few, many = prepared("probes", shuffles=20), prepared("probes", shuffles=50)
+    assert few.submission == many.submission
+    assert (few.request["shuffles"], many.request["shuffles"]) == (20, 50)
+
+
 def test_partitions_of_hidden_states_are_disjoint_parts_of_the_corpus() -> None:
     rows = [
         row
