@@ -27,7 +27,9 @@ from tests.support import eventually
 from tests.support_stage import Stage, stage
 
 PROMPTS = [[1 + n % 40, 2, 3 + n] for n in range(120)]
-SLOW = {"script": {"step_s": 0.05}}
+SLOW = {
+    "script": {"step_s": 0.1}
+}  # slow enough that who looks in on a busy machine still meets it in mid lease
 SMALL = {"profile": [4, 64, 256, 400]}
 
 
