@@ -8,9 +8,10 @@ from typing import Any
 
 import dagster as dg
 
-from assets.indexes import NEAR_DUPLICATES_KEY, RECALL_AT, RECEIPT_KEY, SHARD, SHARD_KEY
+from assets.indexes import HEALTH_KEY, NEAR_DUPLICATES_KEY, RECALL_AT, RECEIPT_KEY, SHARD, SHARD_KEY
 from assets.lineage import latest, latest_submission, require_latest, results_key
 from fabric_pipelines import receipts
+from fabric_pipelines.analytics.rules import Verdict
 from fabric_pipelines.ledger import ZERO
 from fabric_pipelines.shards import recall_of
 from fabric_pipelines.workloads import synthetic
@@ -23,6 +24,8 @@ VERIFIER_PASS_RATE_LEAST = (
     0.05  # a 135M model answers few puzzles; below this the prompts are broken
 )
 FOUND_SHARE_LEAST = 0.95
+# copies and what is merely odd are told, and stop nobody
+ACTS = frozenset(Verdict) - {Verdict.KEEP, Verdict.DEDUPE, Verdict.REVIEW}
 
 
 def balance_check(workload: Workload) -> dg.AssetChecksDefinition:
@@ -132,10 +135,28 @@ def known_near_duplicates_found(context: dg.AssetCheckExecutionContext) -> dg.As
     )
 
 
+@dg.asset_check(
+    asset=HEALTH_KEY,
+    description="No list of the shard asks for an act, and every list could be judged; a warning: a person decides.",
+)
+def lists_are_sound(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    found = require_latest(context.instance, HEALTH_KEY)
+    verdicts = {name: int(count) for name, count in found["verdicts"].items() if count}
+    return dg.AssetCheckResult(
+        passed=not any(name in verdicts for name in ACTS),
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            "verdicts": dg.MetadataValue.json(verdicts),
+            "decisions": dg.MetadataValue.json(found["decisions"]),
+        },
+    )
+
+
 checks: list[Any] = [
     *(balance_check(workload) for workload in WORKLOADS.values()),
     verifier_pass_rate,
     receipt_verifies,
     exact_search_is_exact,
     known_near_duplicates_found,
+    lists_are_sound,
 ]

@@ -12,8 +12,9 @@ import numpy as np
 from assets.lineage import latest_submission, require_latest, results_key
 from assets.metadata import column_schema, figure, records_table, sample, shown
 from fabric_pipelines import receipts
-from fabric_pipelines.analytics.health import METRICS, HealthTable, Metric, measure
-from fabric_pipelines.shards import build_if_moved, recall_of
+from fabric_pipelines.analytics.health import METRICS, HealthTable, Metric
+from fabric_pipelines.analytics.rules import Verdict
+from fabric_pipelines.shards import Judged, build_if_moved, judge, recall_of, record
 from fabric_pipelines.workloads import embeddings, figures
 from resources.database import DatabaseResource
 from resources.gpu_worker import GpuWorkerResource
@@ -95,8 +96,9 @@ def measure_health(
 ) -> dg.MaterializeResult:
     built = require_latest(context.instance, SHARD_KEY)
     with shards.open(database.of(), SHARD, built["generation"]) as opened:
-        health = measure(opened.vectors(), opened.indptr, opened.ids(), metric=METRIC)
-    table = health.to_arrow()
+        judged = judge(database.of(), shards.root, opened, shards.rules())
+        record(opened.generation, judged)
+    health, table = judged.health, judged.to_arrow()
     artifact = lake.put("indexes/cluster_health.parquet", table)
     names = list(health.readings)
     values = np.stack([health.readings[name].value for name in names], axis=1)
@@ -109,6 +111,9 @@ def measure_health(
             "clusters": health.clusters,
             "metrics": len(names),
             "breaches": len(health.breaches),
+            "verdicts": dg.MetadataValue.json(judged.verdicts()),
+            "decisions": dg.MetadataValue.json(_not_plain(judged)),
+            "rules_sha256": judged.rules_sha256,
             "summary": dg.MetadataValue.json(health.summary()),
             "sha256": artifact.sha256,
             "dagster/uri": artifact.uri,
@@ -119,6 +124,15 @@ def measure_health(
         },
         data_version=dg.DataVersion(artifact.sha256),
     )
+
+
+def _not_plain(judged: Judged) -> list[dict[str, Any]]:
+    """Decisions that say something: a verdict other than KEEP, or one that is on its way."""
+    return [
+        each.to_json()
+        for each in judged.decisions
+        if each.pending or each.verdict is not Verdict.KEEP
+    ]
 
 
 def _health_rows(health: HealthTable) -> list[dict[str, Any]]:
@@ -138,7 +152,7 @@ def _health_rows(health: HealthTable) -> list[dict[str, Any]]:
     key=HEALTH_KEY,
     ins={"shard": dg.AssetIn(key=SHARD_KEY, dagster_type=dg.Nothing)},
     code_version=CODE_VERSION,
-    description="Health metrics of every list of the shard, exact, with a status beside every value.",
+    description="Health metrics of every list of the shard, exact, with a status beside every value, and the verdict on each list.",
 )
 def cluster_health(shard: Any) -> Any:
     return measure_health(shard)
@@ -162,6 +176,9 @@ def issue_receipt(
             **quality,
             "recall_at_10_against_source": recall.recall,
             "health": health["summary"],
+            "verdicts": health["verdicts"],
+            "decisions": health["decisions"],
+            "rules_sha256": health["rules_sha256"],
         },
     )
     return dg.MaterializeResult(

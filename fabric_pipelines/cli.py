@@ -393,32 +393,44 @@ def doctor(ctx: typer.Context, as_json: Json = False) -> None:
 def health(
     ctx: typer.Context,
     shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    record: Annotated[
+        bool, typer.Option(help="Keep the verdicts beside the generation, for those after it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Health metrics of every cluster of a shard."""
+    """Health metrics of every cluster of a shard, and what the rules make of them."""
     from fabric_pipelines import shards
-    from fabric_pipelines.analytics.health import measure
+    from fabric_pipelines.analytics import rules
+    from fabric_pipelines.analytics.rules import Verdict
     from fabric_pipelines.dataplane.database import Database
     from fabric_pipelines.telemetry import timed
 
     settings = _settings(ctx)
+    table = rules.load(Path(settings.health_rules) if settings.health_rules else None)
     database = Database.of(settings)
     with timed() as clock, shards.open_shard(database, settings.shards_dir, shard) as opened:
-        metric: Any = opened.manifest.metric
-        table = measure(opened.vectors(), opened.indptr, opened.ids(), metric=metric)
-        clusters = len(opened.indptr) - 1
+        judged = shards.judge(database, settings.shards_dir, opened, table)
+        if record:
+            shards.record(opened.generation, judged)
+    found = judged.health
     summary = [
         {"name": name, "value": _mean(reading.value), "known": int((reading.status == 0).sum())}
-        for name, reading in table.readings.items()
+        for name, reading in found.readings.items()
     ]
-    passes = [{"name": name, "seconds": spent} for name, spent in table.pass_seconds.items()]
+    passes = [{"name": name, "seconds": spent} for name, spent in found.pass_seconds.items()]
     answer = {
-        "clusters": clusters,
+        "clusters": found.clusters,
         "metrics": summary,
         "passes": passes,
         "seconds": clock["seconds"],
+        "recorded": record,
+        **judged.to_json(),
     }
-    _emit(answer, as_json)
+    noted = [each for each in judged.decisions if each.pending or each.verdict is not Verdict.KEEP]
+    verdicts = {name: count for name, count in judged.verdicts().items() if count}
+    _emit(
+        answer, as_json, shown={**answer, "verdicts": verdicts, "decisions": list(map(str, noted))}
+    )
 
 
 def _mean(values: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -128,6 +129,33 @@ def bench_health(
     CTRL_C.begin()
     report = measure(rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True))
     _print(report, table(report), as_json)
+
+
+@app.command("decisions")
+def bench_decisions(
+    ctx: typer.Context,
+    rows: Annotated[int, typer.Option(min=500, help="Rows of the drawn store.")] = 1600,
+    dim: Annotated[int, typer.Option(min=8, max=4096, help="Dimension of a drawn row.")] = 128,
+    clusters: Annotated[int, typer.Option(min=3, help="Clusters drawn, or lists cut.")] = 12,
+    seeds: Annotated[int, typer.Option(min=1, help="Stores and faults of each kind.")] = 10,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 100,
+    vectors: Annotated[
+        Path | None,
+        typer.Option(help="Parquet file with a column `vector`: cut lists from it, draw nothing."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Planted faults and what the rule table says of each: clusters by verdict, false alarms beside them."""
+    from fabric_pipelines import settings
+    from fabric_pipelines.analytics import rules
+    from fabric_pipelines.bench.decisions import Planting, measure_all, table_of
+
+    CTRL_C.begin()
+    given = settings.load(ctx.obj).health_rules
+    table = rules.load(Path(given) if given else None)
+    planting = Planting(rows, dim, clusters, range(first_seed, first_seed + seeds), vectors)
+    report = measure_all(planting, table, say=lambda line: typer.echo(line, err=True))
+    _print(report, table_of(report), as_json)
 
 
 def _print(found: Mapping[str, Any], text: str, as_json: bool) -> None:

@@ -200,6 +200,9 @@ class Settings:
     ui_port: int = _setting(
         3000, "first port tried for the Dagster UI; the next free one is taken", Range(1, 65_535)
     )
+    health_rules: str = _setting(
+        "", "TOML file with the rules that judge clusters; empty: the shipped ones", PLACE
+    )
     threads: int = _setting(0, "CPU threads of one embedded engine; 0: all cores", Range(0, 1024))
     origin: Mapping[str, str] = field(default_factory=dict)
 
@@ -329,7 +332,7 @@ def load(
         origin[name] = where
     for name in ("home", "models"):
         values[name] = _absolute(name, folder, values[name])
-    for name in ("tls_ca", "tls_cert", "tls_key"):
+    for name in ("tls_ca", "tls_cert", "tls_key", "health_rules"):
         if values[name]:
             values[name] = str(_absolute(name, folder, Path(values[name])))
     return Settings(**values, origin=origin)

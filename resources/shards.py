@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fabric_pipelines.analytics.rules import RuleTable, load
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.shards import Shard, open_shard
 from resources.fabric import FabricResource
@@ -13,6 +14,11 @@ class ShardsResource(FabricResource):
     @property
     def root(self) -> Path:
         return self.settings().shards_dir
+
+    def rules(self) -> RuleTable:
+        """The rule table that clusters are judged by. SettingsError for a bad one."""
+        given = self.settings().health_rules
+        return load(Path(given) if given else None)
 
     def open(
         self, database: Database, name: str, generation: int | None = None, *, device: str = "cpu"

@@ -49,7 +49,7 @@ def _exact_duplicate_fraction(facts: Facts) -> Reading:
 
 
 def _checksum_mismatch(facts: Facts) -> Reading:
-    if facts.reference is None:
+    if facts.reference is None or not facts.reference.same_rows:
         return undefined(facts)
     found, expected = facts.admission, facts.reference
     same = (

@@ -41,7 +41,8 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What an earlier measurement found, one entry a cluster, in the same order (HealthTable.reference)."""
+    """What an earlier measurement found, one entry a cluster, in the same order (HealthTable.reference).
+    same_rows: the rows must still be those; without it digests say nothing, and checksum_mismatch is U_CONTEXT."""
 
     size_raw: I64
     norm_mean: F64
@@ -49,6 +50,7 @@ class Reference:
     digest_xor: U64
     centroid: F64
     rms_radius: F64
+    same_rows: bool = True
 
     def require_fits(self, clusters: int, dim: int) -> None:
         if self.centroid.shape != (clusters, dim):

@@ -357,7 +357,7 @@ class Core:
             session.held_back = SUSPECTS_ALONE
             return [], None
         asker = self._asker(session, busy=bool(leases))
-        grant = self._supply.grant(asker, session.lane, budget)
+        grant = self._supply.grant(asker, session.lanes, budget)
         if grant is None:
             session.held_back = self._supply.held_back
             self.counters["held_for_room"] += session.held_back == NO_ROOM
@@ -406,6 +406,7 @@ class Core:
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
+        session.lanes[grant.lane.key.tenant] = grant.lane
         counters["offered_tokens"] += tokens
         counters["reusable_tokens"] += int(grant.shared.sum())
         if grant.lane.key.length:

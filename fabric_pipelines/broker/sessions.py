@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fabric_pipelines.broker.classes import class_of
 from fabric_pipelines.broker.lanes import Lane
@@ -45,6 +45,7 @@ class Session:
     kind: str = ""  # its class of consumers
     held_back: str = ""
     place: str = ""
+    lanes: dict[str, Lane] = field(default_factory=dict)  # where it is with each tenant
 
     def __post_init__(self) -> None:
         self.kind = class_of(self.engine, self.engine_fingerprint, self.profile)

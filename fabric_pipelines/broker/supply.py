@@ -10,7 +10,7 @@ drain share one, as far as the declared waste allows. Decides nothing about stat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -193,8 +193,8 @@ class Supply:
                 ready -= lane.ready if lane.key.refused_by & refuser else 0
         return ready
 
-    def grant(self, asker: Asker, current: Lane | None, budget: Budget) -> Grant | None:
-        """The next lease of a session, which was last served from `current`; its tasks leave the order.
+    def grant(self, asker: Asker, current: Mapping[str, Lane], budget: Budget) -> Grant | None:
+        """The next lease of a session, which was last served from `current`, by tenant; its tasks leave the order.
         None when nothing is ready for it, or it is held back."""
         self.held_back = ""
         queue = self._queues.get(asker.engine)
@@ -221,7 +221,7 @@ class Supply:
                     lane.away = True
                     self.withheld.append(lane)
                     continue
-                stays = lane is current and not lane.key.length
+                stays = lane is current.get(lane.key.tenant) and not lane.key.length
                 if promised and not (stays or cut is None or cut.is_full or len(thin) == THIN_MAX):
                     lane.away = True
                     thin.append(lane)
@@ -249,7 +249,7 @@ class Supply:
         self,
         queue: LaneQueue,
         asker: Asker,
-        current: Lane | None,
+        current: Mapping[str, Lane],
         lane: Lane,
         budget: Budget,
         cut: _Cut | None,
@@ -257,8 +257,9 @@ class Supply:
         if cut is None:
             self.held_back = self.held_back or SUSPECTS_ALONE
             return None
-        if current is not None and current is not lane:
-            current.order.release(asker.name)
+        left = current.get(lane.key.tenant, lane)
+        if left is not lane:
+            left.order.release(asker.name)
         grant = self._take_cut(queue, cut, self._fair(lane, asker, budget, cut.is_full))
         if asker.tenant is None:
             queue.charge(lane.key.tenant, grant.tokens)

@@ -38,7 +38,7 @@ class Limits:
     rate_start: float = 32e6
     rate_floor: float = 1e6
     rate_most: float = 1e9
-    step: float = 4e6  # a tick; by 5 MB/s a cut is taken back before it was measured
+    step: float = 3e6  # a tick; by 5 MB/s a cut is taken back before it was measured
     backoff: float = 0.8
     rows_start: int = 1_000
     rows_most: int = 5_000

@@ -3,6 +3,7 @@
 from fabric_pipelines.shards.building import build, janitor
 from fabric_pipelines.shards.difference import Difference
 from fabric_pipelines.shards.generation import Generation
+from fabric_pipelines.shards.judging import Judged, judge, record
 from fabric_pipelines.shards.neighbours import Neighbour, neighbours
 from fabric_pipelines.shards.opening import open_shard
 from fabric_pipelines.shards.recall import Recall, recall_of
@@ -18,6 +19,7 @@ __all__ = [
     "DeviceShard",
     "Difference",
     "Generation",
+    "Judged",
     "Neighbour",
     "Recall",
     "Refreshed",
@@ -29,10 +31,12 @@ __all__ = [
     "build",
     "build_if_moved",
     "janitor",
+    "judge",
     "neighbours",
     "open_generation",
     "open_shard",
     "recall_of",
+    "record",
     "refresh",
     "scrub",
     "trial",

@@ -1,13 +1,14 @@
 """What an increment costs beside a full build: bytes, time and recall, for random and for confined moves.
 
-    python tests/bench/rebuild.py [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
+    python -m tests.bench.rebuild [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
         [--kind random|confined] [--seeds 1] [--times 1] [--json]
 
 One generation is built; for each kind of move 1 % of its rows change and it is refreshed. Beside it stand full builds
 of the same rows: along the centroids of the increment, and with new centroids of each of `--seeds` seeds (the spread
 between those is what training alone does to recall). Truth is a brute force over the rows; questions are held out, and
-asked apart for rows that moved. `--times` lays that many increments one over the other and prints one line each: what
-they leave for a search to read. CPU time beside wall time, because the machine is shared.
+asked apart for rows that moved. `--times` lays that many increments one over the other and prints one line each, what
+they leave for a search to read, and every tenth time a full build of the same rows. CPU time beside wall time, because
+the machine is shared.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fabric_pipelines import shards
 from fabric_pipelines.analytics.search import exact_topk, recall_at_k
@@ -33,6 +35,7 @@ from tests.bench import moving_corpus
 from tests.bench.moving_corpus import EDIT, KINDS, ArrayStore, Floats, Moves
 
 QUESTIONS, K, NPROBES = 2000, 10, (1, 2, 4, 8, 16, 32)
+EVERY = 10
 NAME = "bench"
 OPEN_FILES = Path("/proc/self/fd")
 BLOCKS = ("vectors", "ids", "columns")
@@ -209,48 +212,49 @@ class Bench:
             yield f"seed {seed}", seed, False
 
     def many(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Increments one over the other; the last line is a full build of the same rows."""
+        """Increments one over the other; every tenth time with a full build of the same rows beside it. Confined
+        moves are in the same lists each time."""
         store, root = self.copy(kind)
         count = max(1, int(self.options.rows * self.options.moved))
         rng = np.random.default_rng(11)
-        size = sum({e.path: e.bytes for e in self.first.manifest.files}.values())
+        chosen = self._hot(count, rng) if kind == "confined" else None
         for turn in range(1, self.options.times + 1):
-            moves = moves_of(kind, store, root, count, rng)
+            with shards.open_shard(store, root, NAME) as shard:
+                moves = (
+                    moving_corpus.random_moves(store, shard, count, rng)
+                    if chosen is None
+                    else moving_corpus.confined_moves(store, shard, count, rng, chosen)
+                )
             store.move(moves.ids, moves.vectors)
             done, cost = timed(lambda: shards.refresh(store, root, NAME))
-            yield {
-                "moves": kind,
-                "turn": turn,
-                "how": done.how,
-                "why": done.why,
-                "bytes_share": done.written / size,
-                **self._state(store, root),
-                **cost,
-            }
+            row = {"moves": kind, "turn": turn, "how": done.how, "why": done.why, **cost}
+            measured = turn == 1 or turn % EVERY == 0
+            yield {**row, **self._state(store, root, done.written, measured)}
             for older in (root / NAME).glob("g*"):
                 if older != done.generation.folder:
                     shutil.rmtree(older)
-        _, cost = timed(lambda: self.build(store, root, 1))
-        yield {
-            "moves": kind,
-            "turn": self.options.times,
-            "how": "full build beside it",
-            "why": "",
-            "bytes_share": 1.0,
-            **self._state(store, root),
-            **cost,
-        }
+            if measured:
+                beside, apart = store.fork(), self.folder / "beside"
+                made, cost = timed(lambda: self.build(beside, apart, 1))  # noqa: B023
+                row |= {"how": "full build beside it", "why": "", **cost}
+                size = sum({e.path: e.bytes for e in made.manifest.files}.values())
+                yield {**row, **self._state(beside, apart, size, True)}
+                shutil.rmtree(apart)
         shutil.rmtree(root)
 
-    def _state(self, store: ArrayStore, root: Path) -> dict[str, Any]:
-        asked = Asked(store, self.held_out, None)
-        with shards.open_shard(store, root, NAME) as shard:
-            _, search = timed(lambda: shard.search(self.held_out, K, exact=False))
-        return {
-            "recall_at_10": asked.recall(store, root)["rows"],
-            "search_cpu_s": search["cpu_s"],
-            **read_cost(store, root),
-        }
+    def _hot(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        with shards.open_shard(self.store, self.folder / "first", NAME) as shard:
+            return moving_corpus.hundredth(shard, count, rng)
+
+    def _state(self, store: ArrayStore, root: Path, written: int, measured: bool) -> dict[str, Any]:
+        size = sum({e.path: e.bytes for e in self.first.manifest.files}.values())
+        found: dict[str, Any] = {"bytes_share": written / size, **read_cost(store, root)}
+        if measured:
+            with shards.open_shard(store, root, NAME) as shard:
+                _, search = timed(lambda: shard.search(self.held_out, K, exact=False))
+            found["search_cpu_s"] = search["cpu_s"]
+            found["recall_at_10"] = Asked(store, self.held_out, None).recall(store, root)["rows"]
+        return found
 
 
 def table(row: dict[str, Any]) -> str:
@@ -299,11 +303,14 @@ MANY = (
 
 def line(row: dict[str, Any]) -> str:
     how = f"{row['how']}: {row['why']}" if row["why"] else row["how"]
-    recall = " | ".join(f"{row['recall_at_10'][str(n)]:.4f}" for n in (1, 8, 32))
+    measured = " | | | |"
+    if "recall_at_10" in row:
+        recall = " | ".join(f"{row['recall_at_10'][str(n)]:.4f}" for n in (1, 8, 32))
+        measured = f" {row['search_cpu_s']:.2f} | {recall} |"
     return (
         f"| {row['moves']} | {row['turn']} | {how} | {row['bytes_share']:.2%} | {row['layers']} | "
         f"{row['pieces_mean']:.1f} | {row['pieces_max']} | {row['dead_share']:.1%} | {row['files']} | "
-        f"{row['cpu_s']:.1f} | {row['search_cpu_s']:.2f} | {recall} |\n"
+        f"{row['cpu_s']:.1f} |{measured}\n"
     )
 
 

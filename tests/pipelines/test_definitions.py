@@ -38,6 +38,7 @@ BLOCKING = {
     "synthetic/results:balance",
 }
 WARNING_OR_ERROR = {
+    "indexes/cluster_health:lists_are_sound",
     "indexes/near_duplicates:known_near_duplicates_found",
     "indexes/shard:exact_search_is_exact",
     "synthetic/results:verifier_pass_rate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -207,6 +208,11 @@ def test_killed_at_every_stage_each_task_is_landed_once_or_dead_once(database: D
         loop.close()
     ids = np.concatenate([batch.column("task_id").to_numpy() for batch in batches])
     counts = results.counts(database)
+    landed = counts["embed"] + counts["generate"]
+    sys.stdout.write(  # shown by -rP
+        f"{sum(shot.values())} kills: {', '.join(f'{n} at {stage}' for stage, n in shot.items())}; {len(ids)} submitted, "
+        f"{landed} landed + {counts['dead_letters']} dead, {results.unaccounted(database, ids).size} unaccounted\n"
+    )
     assert set(shot) == set(STAGES)
     assert sum(shot.values()) >= KILLS_LEAST
     assert results.unaccounted(database, ids).size == 0

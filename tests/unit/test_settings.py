@@ -120,6 +120,7 @@ TREE = Path(__file__).parents[2]
 KNOWN = [item for item in fields(settings.Settings) if item.name != "origin"]
 NUMBERS = [item for item in KNOWN if isinstance(item.metadata["within"], settings.Range)]
 WRONG_TEXT: dict[str, tuple[Any, ...]] = {
+    "health_rules": ["a\x00b"],
     "home": (5, True, "a\0b", "a\nb"),
     "models": (5, "a\0b"),
     "pg_url": (5, "db.example", "mysql://h/d", "postgresql://h/d\n"),

@@ -138,7 +138,7 @@ def test_an_under_filled_batch_goes_only_when_no_lane_of_the_tenant_fills_one(
     for at, profile in enumerate(asking):
         bench.attach(f"w{at}", profile=profile)
     step = sum(profile.max_num_tokens for profile in asking)
-    last: dict[str, Lane] = {}
+    last: dict[tuple[str, str], Lane] = {}
     seen: list[int] = []
     for at in [*order, *[0, 1] * count]:
         profile, name = asking[at % len(asking)], f"w{at % len(asking)}"
@@ -153,10 +153,11 @@ def test_an_under_filled_batch_goes_only_when_no_lane_of_the_tenant_fills_one(
         if not lane.key.length:  # it tops up what runs, and near the end everybody gets a share
             most = guided(budget.sequences, ready, profile.max_num_tokens, step)
             budget = replace(budget, sequences=most)
-        stayed = last.get(name) is lane and not lane.key.length
+        tenant = lane.key.tenant
+        stayed = last.get((name, tenant)) is lane and not lane.key.length
         if not is_full(bench, grant, budget) and not stayed:
-            assert could[lane.key.tenant] == []
-        last[name] = lane
+            assert could[tenant] == []
+        last[name, tenant] = lane
     assert sorted(seen) == list(range(count))
     assert bench.owner.core.stranded() == []
 

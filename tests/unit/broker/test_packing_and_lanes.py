@@ -158,10 +158,10 @@ def test_a_session_stays_in_its_lane_until_it_cannot_fill_a_batch() -> None:
     queue = LaneQueue()
     for lane in (first, second):
         queue.offer(lane)
-    assert queue.choose(None, BUDGET) is first
-    assert queue.choose(second, BUDGET) is second
+    assert queue.choose({}, BUDGET) is first
+    assert queue.choose({second.key.tenant: second}, BUDGET) is second
     second.accounts.tasks[READY + 1, 1] = 3
-    assert queue.choose(second, BUDGET) is first
+    assert queue.choose({second.key.tenant: second}, BUDGET) is first
 
 
 def test_a_padded_lane_that_drains_waits_while_another_fills_a_batch() -> None:
@@ -170,7 +170,7 @@ def test_a_padded_lane_that_drains_waits_while_another_fills_a_batch() -> None:
     queue = LaneQueue()
     for lane in (first, second):
         queue.offer(lane)
-    assert queue.choose(second, BUDGET) is first
+    assert queue.choose({second.key.tenant: second}, BUDGET) is first
 
 
 def test_a_packed_lane_that_drains_is_emptied_before_the_session_leaves_it() -> None:
@@ -180,7 +180,7 @@ def test_a_packed_lane_that_drains_is_emptied_before_the_session_leaves_it() -> 
     queue = LaneQueue()
     for lane in (padded, packed):
         queue.offer(lane)
-    assert queue.choose(packed, BUDGET) is packed
+    assert queue.choose({packed.key.tenant: packed}, BUDGET) is packed
 
 
 def test_a_session_that_comes_goes_to_a_full_batch_before_packed_work_that_drains() -> None:
@@ -190,9 +190,9 @@ def test_a_session_that_comes_goes_to_a_full_batch_before_packed_work_that_drain
     queue = LaneQueue()
     for lane in (packed, padded):
         queue.offer(lane)
-    assert queue.choose(None, BUDGET) is padded
+    assert queue.choose({}, BUDGET) is padded
     padded.accounts.tasks[READY + 1, 0] = 7
-    assert queue.choose(None, BUDGET) is packed
+    assert queue.choose({}, BUDGET) is packed
 
 
 def test_a_padded_batch_is_full_when_no_other_task_of_its_length_fits() -> None:
@@ -209,11 +209,11 @@ def test_a_small_session_leaves_the_lanes_that_a_large_one_needs() -> None:
     for lane in lanes:
         queue.offer(lane)
     large = Budget(64, 1 << 20, None)
-    assert queue.choose(None, BUDGET, larger=large) is lanes[1]
-    assert queue.choose(None, large) is lanes[0]
+    assert queue.choose({}, BUDGET, larger=large) is lanes[1]
+    assert queue.choose({}, large) is lanes[0]
     for at in (1, 2):
         lanes[at].accounts.tasks[READY + 1, at] = 7
-    assert queue.choose(None, BUDGET, larger=large) is lanes[0]
+    assert queue.choose({}, BUDGET, larger=large) is lanes[0]
 
 
 budgets = st.builds(
@@ -242,7 +242,7 @@ def test_choosing_among_lanes_equals_its_plain_twin(
     )
     full = [lane for lane in open_ if lane.fills(budget)]
     spared = [lane for lane in full if larger and not lane.fills(larger)]
-    found = queue.choose(None, budget, larger=larger)
+    found = queue.choose({}, budget, larger=larger)
     assert found is next(iter(spared or full or open_), None)
 
 
@@ -251,17 +251,17 @@ def test_a_full_batch_is_found_however_many_thin_lanes_lie_before_it() -> None:
     queue = LaneQueue()
     for lane in lanes:
         queue.offer(lane)
-    assert queue.choose(None, BUDGET) is lanes[40]
-    assert queue.choose(None, BUDGET) is lanes[40]
+    assert queue.choose({}, BUDGET) is lanes[40]
+    assert queue.choose({}, BUDGET) is lanes[40]
 
 
 def test_a_rest_in_an_active_lane_goes_out_when_nothing_else_is_there() -> None:
     (lane,) = lanes_with([3])
     queue = LaneQueue()
     queue.offer(lane)
-    assert queue.choose(None, BUDGET) is lane
+    assert queue.choose({}, BUDGET) is lane
     lane.accounts.tasks[READY + 1, 0] = 0
-    assert queue.choose(lane, BUDGET) is None
+    assert queue.choose({lane.key.tenant: lane}, BUDGET) is None
     lane.accounts.tasks[READY + 1, 0] = 1
     queue.offer(lane)
-    assert queue.choose(None, BUDGET) is lane
+    assert queue.choose({}, BUDGET) is lane

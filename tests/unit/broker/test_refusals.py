@@ -308,6 +308,6 @@ def test_lanes_that_others_refused_are_served_first_by_those_who_can() -> None:
     )
     for lane in (common, refused):
         queue.offer(lane)
-    assert queue.choose(common, budget, refuser=2) is refused
-    assert queue.choose(common, budget, refuser=1) is common
-    assert queue.choose(None, budget, refuser=1) is common
+    assert queue.choose({common.key.tenant: common}, budget, refuser=2) is refused
+    assert queue.choose({common.key.tenant: common}, budget, refuser=1) is common
+    assert queue.choose({}, budget, refuser=1) is common

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_pipelines.broker.lanes import Lane, LaneQueue, Turns
+from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.records.batch import Budget
-from tests.support_broker import ENGINE, PROFILE, Bench, submission_of, tasks_of
+from tests.support_broker import ENGINE, GENERATE, PROFILE, Bench, ids_of, submission_of, tasks_of
 from tests.unit.broker.test_packing_and_lanes import lanes_with
 
 BUDGET = Budget(sequences=8, tokens=1 << 20, kv_tokens=None)
@@ -21,10 +22,11 @@ def serve(tenants: dict[str, int], turns: int, sessions: int = 1) -> list[tuple[
     for lane in lanes.values():
         queue.offer(lane)
     served = []
-    current: list[Lane | None] = [None] * sessions
+    current: list[dict[str, Lane]] = [{} for _ in range(sessions)]
     for turn in range(turns):
-        lane = current[turn % sessions] = queue.choose(current[turn % sessions], BUDGET)
+        lane = queue.choose(current[turn % sessions], BUDGET)
         assert lane is not None
+        current[turn % sessions][lane.key.tenant] = lane
         cost = tenants[lane.key.tenant]
         served.append((lane.key.tenant, cost))
         queue.charge(lane.key.tenant, cost)
@@ -124,6 +126,27 @@ def test_what_a_tenants_own_sessions_take_is_not_held_against_it() -> None:
         assert lease is not None
         seen.append(lease.lane.split("/")[0])
     assert (seen.count("acme"), seen.count("beta")) == (4, 4)
+
+
+def test_a_session_keeps_its_lane_and_its_arc_with_each_tenant_while_the_others_have_their_turn() -> (
+    None
+):
+    bench = Bench()
+    works = (("acme", 0, 23), ("acme", 1, 40), ("beta", 0, 60))
+    for mark, (tenant, seed, count) in enumerate(works):
+        batch = tasks_of([10] * count, seed=mark)
+        header = submission_of([batch], mark, tenant=tenant, sampling=GENERATE | {"seed": seed})
+        bench.submit(header, [batch])
+    bench.attach("w")
+    state = bench.owner.core.state
+    visited: dict[str, list[int]] = {"acme": [], "beta": []}
+    while (lease := bench.lease("w", Budget(5, 1 << 20, None))) is not None:
+        (at,) = {int(state.index.lane[sequence_of(task)]) for task in ids_of(lease)}
+        visited[state.lanes[at].key.tenant].append(at)
+        if at == 0 and state.lanes[0].ready:
+            assert [owner for owner, _ in state.lanes[0].order.arcs] == ["w"]
+    assert visited["acme"] == [0] * 5 + [1] * 8, "a rest is not left behind"
+    assert visited["beta"] == [2] * 12
 
 
 def test_idle_tenants_gather_nothing() -> None:

@@ -154,6 +154,7 @@ def test_increments_that_fold_layers_and_rewrite_lists_are_replayed_to_the_byte_
     monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.1)
     with shards.open_shard(store, tmp_path, "notes") as shard:
         vectors, ids = shard.list_rows(2)
+    assert len(ids) > 20
     most, layers = len(ids) * 3 // 4, []
     for turn, (moved, to) in enumerate(
         [(ids[:3], vectors[:3] * 2), (ids[:most], vectors[:most] * 3), (ids[:2], vectors[:2] * 4)]

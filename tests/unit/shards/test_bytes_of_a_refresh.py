@@ -64,3 +64,40 @@ def test_probes_find_as_much_as_after_a_full_build_with_new_centroids(
     for nprobe in ("8", "16", "32"):
         assert row["recall_at_10"]["rows"][nprobe] == pytest.approx(full[nprobe], abs=0.005)
     assert full["8"] > 0.5
+
+
+LAID_OVER = [
+    "--rows",
+    "10000",
+    "--dim",
+    "32",
+    "--lists",
+    "100",
+    "--iterations",
+    "5",
+    "--times",
+    "10",
+]
+
+
+@pytest.fixture(scope="module")
+def laid_over(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = str(tmp_path_factory.mktemp("bench"))
+    found = rebuild.main([*LAID_OVER, "--json", "--folder", folder])
+    return {kind: [row for row in found if row["moves"] == kind] for kind in rebuild.KINDS}
+
+
+@pytest.mark.parametrize("moves", ["random", "confined"])
+def test_ten_refreshes_one_over_the_other_find_what_a_full_build_finds_at_a_bounded_price(
+    laid_over: dict[str, list[dict[str, Any]]], moves: str
+) -> None:
+    *refreshes, last, full = laid_over[moves]
+    assert (last["turn"], last["how"]) == (10, "increment")
+    assert full["how"] == "full build beside it"
+    for row in (row for row in [*refreshes, last] if row["how"] == "increment"):
+        assert row["bytes_share"] <= 0.03
+    assert last["recall_at_10"]["8"] == pytest.approx(full["recall_at_10"]["8"], abs=0.005)
+    layers = {"random": 5, "confined": 1}[moves]
+    assert last["layers"] == layers
+    assert last["pieces_max"] <= (layers + 1 if moves == "random" else 1)
+    assert last["dead_share"] < 0.1

@@ -16,6 +16,7 @@ from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.unit.shards.test_generation import CrashingStore, RecordingDisk, WorldEnded
 
 BASE, DIM = 5 << 40, 24
+LARGE = 5  # a list of 49 rows
 
 
 def build(store, root, **changes):
@@ -188,7 +189,7 @@ def test_moves_in_one_list_rewrite_that_list_in_one_piece_and_nothing_else(
 ):
     monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.05)
     before = shards.open_generation(built, tmp_path, "notes")
-    ids, vectors = rows_of_list(built, tmp_path, 3)
+    ids, vectors = rows_of_list(built, tmp_path, LARGE)
     most = len(ids) * 3 // 4
     built.put(ids[:most], vectors[:most] * 1.01)
     done = refreshed(built, tmp_path)
@@ -196,7 +197,8 @@ def test_moves_in_one_list_rewrite_that_list_in_one_piece_and_nothing_else(
     manifest = done.generation.manifest
     (layer,) = manifest.increment.layers
     written = np.diff(layer)
-    assert written.tolist() == [len(ids) if number == 3 else 0 for number in range(8)]
+    assert written.tolist() == [len(ids) if number == LARGE else 0 for number in range(8)]
+    assert len(ids) > 40
     assert manifest.increment.tombstones == len(ids)
     assert pieces(built, tmp_path) == [1] * 8
     blocks = {e.path for e in before.manifest.files if e.role in ("vectors", "ids", "columns")}
@@ -208,7 +210,7 @@ def test_a_list_that_moves_again_and_again_leaves_one_layer_and_no_more_dead(
     built, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.05)
-    ids, vectors = rows_of_list(built, tmp_path, 3)
+    ids, vectors = rows_of_list(built, tmp_path, LARGE)
     most = len(ids) * 3 // 4
     for turn in range(20):
         built.put(ids[:most], vectors[:most] * (1.01 + turn / 100))
@@ -218,6 +220,23 @@ def test_a_list_that_moves_again_and_again_leaves_one_layer_and_no_more_dead(
     assert pieces(built, tmp_path) == [1] * 8
     assert_like_brute_force(built, tmp_path)
     assert_hash_is_that_of_a_full_read(built, done.generation)
+    assert shards.scrub(built, tmp_path, "notes").ok
+
+
+def test_an_older_layer_that_is_dropped_leaves_the_newer_ones_as_they_are(built, rows, tmp_path):
+    """Newer layers get other numbers and the places behind them move up."""
+    for first, factor in ((0, 1), (100, 1), (0, 2)):
+        built.put(names(*range(first, first + 20)), -rows[1][first : first + 20] * factor)
+        done = refreshed(built, tmp_path)
+        assert done.how == "increment", done.why
+    layers = [e for e in done.generation.manifest.files if e.role == "layer_ids"]
+    assert [entry.first_list for entry in layers] == [0, 1]
+    assert [entry.rows for entry in layers] == [20, 20]
+    with shards.open_shard(built, tmp_path, "notes") as shard:
+        kept, new = (set(block.ids.tolist()) for block in shard.blocks[-2:])
+    assert kept == set(names(*range(100, 120)).tolist())
+    assert new == set(names(*range(20)).tolist())
+    assert_like_brute_force(built, tmp_path)
     assert shards.scrub(built, tmp_path, "notes").ok
 
 
@@ -251,6 +270,20 @@ def test_what_is_written_again_stays_in_the_budget(built, rows, tmp_path):
         assert done.how == "increment", done.why
         newest = done.generation.manifest.increment.layers[-1][-1]
         assert 4 <= newest <= 4 + compaction.budget(400)
+
+
+def test_folding_and_rewriting_share_one_budget(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "REWRITTEN_FRACTION_MAX", 0.05)
+    for number in (0, 1, 2, 7):
+        others, vectors = rows_of_list(built, tmp_path, number)
+        built.put(others[:5], vectors[:5] * 1.01)
+    refreshed(built, tmp_path)
+    ids, vectors = rows_of_list(built, tmp_path, LARGE)
+    most = len(ids) * 3 // 4  # the rest would fit the budget of 20 rows, had the layer not taken it
+    built.put(ids[:most], vectors[:most] * 1.01)
+    (layer,) = refreshed(built, tmp_path).generation.manifest.increment.layers
+    assert layer[-1] == most + 20
+    assert len(ids) - most < 20
 
 
 def test_an_increment_is_equal_to_a_full_build_in_rows_answers_and_recall(built, rows, tmp_path):
