@@ -52,6 +52,27 @@ def receipt_verify(
     require(verdict.ok, f"receipt {receipt_id} does not hold any more: see the differences")
 
 
+@app.command("issue")
+def receipt_issue(
+    ctx: typer.Context,
+    shard: Annotated[str, typer.Argument(help="Name of a shard.")],
+    generation: Annotated[
+        int | None, typer.Option(min=1, help="Its number; default: the current one.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Issue the receipt of a published generation that lacks one, or its copy; every file is hashed first."""
+    from fabric_pipelines import receipts
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    receipt = receipts.issue_late(
+        Database.of(settings), settings.shards_dir, shard, number=generation
+    )
+    answer = {"shard": shard, "generation": receipt.outputs["generation"]}
+    emit(answer | {"receipt_id": receipt.receipt_id, "parents": list(receipt.parents)}, as_json)
+
+
 @app.command("list")
 def receipt_list(
     ctx: typer.Context,

@@ -29,7 +29,6 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import RowSet, SourceRows
 from fabric_pipelines.dataplane.vectors import ReceiptRow
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
-from fabric_pipelines.receipts.quality import K, sample
 from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
@@ -41,6 +40,7 @@ from fabric_pipelines.shards.disk import DISK
 from fabric_pipelines.shards.generation import Generation, write_generation
 from fabric_pipelines.shards.increment import change_of, grow
 from fabric_pipelines.shards.manifest import FileEntry, ShardManifest
+from fabric_pipelines.shards.quality import K, sample
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of

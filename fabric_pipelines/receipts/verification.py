@@ -1,6 +1,6 @@
 """Verify a receipt: is everything it says still so? Reads all, changes nothing, names each difference.
 
-From the receipt outwards: its own hash, its copy beside the shard, the generation's row, the manifest, every
+From the receipt outwards: its own hash, its parents, its copy beside the shard, the generation's row, the manifest, every
 file to the last byte, and the rows in the database. A missing thing ends the checks that need it and no
 others.
 """
@@ -17,19 +17,20 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.vectors import GenerationRow, ReceiptRow
 from fabric_pipelines.errors import FabricError, SchemaError, UsageError
 from fabric_pipelines.ids import digest
-from fabric_pipelines.receipts.issuing import RECEIPT_FILE, outputs
 from fabric_pipelines.receipts.source_check import source_differences
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.blocks import map_array, map_columns
 from fabric_pipelines.shards.canary import changed_answers
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.generation import Generation, published_folder
+from fabric_pipelines.shards.issuing import RECEIPT_FILE, outputs
 from fabric_pipelines.shards.logical import array_sha256, table_sha256
 from fabric_pipelines.shards.manifest import FileEntry, ShardManifest, read_manifest
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard
 from fabric_pipelines.shards.store import VectorStore, store_of
 
+ID_LENGTH = 64
 IDENTITY = ("source", "recipe", "outputs", "parents")
 
 
@@ -66,6 +67,7 @@ def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Di
     predicate = _mapping(row.statement.get("predicate"))
     changed = list(_self_differences(row, predicate))
     yield from changed
+    yield from _parent_differences(store, row, predicate)
     published = store.current_generation(row.shard, row.generation)
     generation = None
     if published is None:
@@ -125,6 +127,33 @@ def _self_differences(row: ReceiptRow, predicate: Mapping[str, Any]) -> Iterator
     yield from field_differences(
         "statement", expected, dict(row.statement), "{expected} by its content, {found} written"
     )
+
+
+def _parent_differences(
+    store: VectorStore, row: ReceiptRow, predicate: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Each parent is a receipt of this database, and one of them is that of the generation laid under this one."""
+    parents = predicate.get("parents")
+    named = [str(parent) for parent in parents] if isinstance(parents, list) else []
+    # a shorter one would be looked up as a prefix
+    found = {name: store.find_receipt(name) if len(name) == ID_LENGTH else None for name in named}
+    for parent, held in found.items():
+        if held is None:
+            yield Difference(
+                "parents", parent, "none", f"parent receipt {parent[:12]} is not in this database"
+            )
+    increment = _mapping(_mapping(predicate.get("outputs")).get("increment"))
+    number = increment.get("parent_generation")
+    laid_over = [held for held in found.values() if held and held.generation == number]
+    if number is not None and not any(held.shard == row.shard for held in laid_over):
+        yield Difference(
+            "parents",
+            f"a receipt of generation {number}",
+            "none",
+            f"generation {row.generation} was laid over generation {number}, and no parent is a receipt of that: "
+            f"`fabric receipt issue {row.shard} --generation {number}`, then the same with {row.generation}, "
+            "issues a receipt that has it",
+        )
 
 
 def _row_differences(predicate: Mapping[str, Any], row: GenerationRow) -> Iterator[Difference]:

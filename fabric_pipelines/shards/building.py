@@ -28,6 +28,7 @@ from fabric_pipelines.dataplane.source import Source, SourceState
 from fabric_pipelines.dataplane.vectors import ShardLease
 from fabric_pipelines.errors import (
     CheckFailed,
+    CorruptionFound,
     TransientError,
     UsageError,
 )
@@ -46,6 +47,7 @@ from fabric_pipelines.shards.generation import (
     sweep,
     write_generation,
 )
+from fabric_pipelines.shards.issuing import receipt_for_child
 from fabric_pipelines.shards.lists import ITERATIONS_DEFAULT
 from fabric_pipelines.shards.manifest import folder_name, read_manifest
 from fabric_pipelines.shards.store import VectorStore, store_of
@@ -183,10 +185,9 @@ def build_next(
                 f"shard {lease.name!r} has no generation whose centroids could be kept"
             )
         spec = replace(spec, centroids=_centroids(published_folder(root, row), row.manifest_sha256))
-        parents = [
-            found.receipt_id
-            for found in store.find_receipts(shard=row.name, generation=row.generation, limit=1)
-        ]
+        # Of a damaged generation nothing is inherited but its centroids, which were just checked.
+        with suppress(CorruptionFound):
+            parents = receipt_for_child(store, root, row, disk)
     whole = full_recipe(recipe, spec)
     store.watch(source)
     rows = store.read_source(source)

@@ -34,6 +34,7 @@ from fabric_pipelines.shards.content import IndexSpec
 from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation, shard_folder, sweep, write_generation
 from fabric_pipelines.shards.increment import Change, Grown, change_of, grow
+from fabric_pipelines.shards.issuing import receipt_for_child
 from fabric_pipelines.shards.manifest import ShardManifest
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
@@ -251,7 +252,7 @@ class _Refresh:
             token=self.lease.token,
             source=state.as_json(),
             recipe=self.recipe,
-            parents=self._parents(),
+            parents=receipt_for_child(self.store, self.root, self.row, self.disk),
         )
         assert manifest.rows + sum(manifest.quarantined.values()) == manifest.source["rows"]
         return self._published(parent, manifest, grown, change)
@@ -298,12 +299,6 @@ class _Refresh:
         )
         manifest = generation.manifest
         return Refreshed(generation, "full", why, manifest.rows, _written(manifest, self.current))
-
-    def _parents(self) -> list[str]:
-        found = self.store.find_receipts(
-            shard=self.lease.name, generation=self.row.generation, limit=1
-        )
-        return [receipt.receipt_id for receipt in found]
 
 
 def _why_unsound(parent: Shard, grown: Grown) -> str:

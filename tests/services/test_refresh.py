@@ -192,6 +192,66 @@ def test_kill_nine_while_refreshing_leaves_the_old_generation_and_loses_no_move(
     require_up_to_date(built, tmp_path)
 
 
+def _publish_and_die(url: str, root: Path, when: str, by: str) -> None:
+    """Publish the next generation, and die before its receipt's row, or between that and the copy."""
+
+    class Killing(Disk):
+        def replace_file(self, path: Path, content: bytes) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    database = Database(url)
+    refresh(database, root, anew=by == "a full build")
+    if when == "before the receipt's row":
+        os.kill(os.getpid(), signal.SIGKILL)
+    receipts.issue(database, root, "corpus", disk=Killing())
+
+
+@pytest.mark.parametrize("by", ["a full build", "an increment"])
+@pytest.mark.parametrize("when", ["before the receipt's row", "before its copy"])
+def test_kill_nine_after_the_row_costs_no_generation_its_receipt_and_no_increment_its_parent(
+    built: Database, tmp_path: Path, when: str, by: str
+) -> None:
+    execute(built, f"{MOVE} where source_row = 1")
+    child = multiprocessing.get_context("spawn").Process(
+        target=_publish_and_die, args=(built.url, tmp_path, when, by)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    child.close()
+    kept = vectors.find_receipts(built, shard="corpus", generation=2)
+    assert len(kept) == (when == "before its copy")
+    assert not list(tmp_path.glob("corpus/g000002-*/receipt.json"))
+    execute(built, f"{MOVE} where source_row = 2")
+    assert refresh(built, tmp_path).how == "increment"
+    third = receipts.issue(built, tmp_path, "corpus")
+    (second,) = vectors.find_receipts(built, shard="corpus", generation=2)
+    assert third.parents == (second.receipt_id,)
+    assert receipts.verify(built, tmp_path, third.receipt_id).differences == ()
+    # of the generation before only what moved since is said
+    found = receipts.verify(built, tmp_path, second.receipt_id).differences
+    assert {item.what for item in found} == {"source.rows.changed"}
+
+
+def test_the_command_issues_a_missing_receipt_and_names_its_parents(
+    built: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fabric_pipelines import settings
+    from fabric_pipelines.cli import app
+
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path))
+    monkeypatch.setenv("FABRIC_PG_URL", built.url)
+    root = _made(settings.load().shards_dir)
+    (tmp_path / "corpus").rename(root / "corpus")
+    (first,) = vectors.find_receipts(built)
+    execute(built, f"{MOVE} where source_row = 1")
+    refresh(built, root)
+    done = CliRunner().invoke(app, ["receipt", "issue", "corpus", "--generation", "2", "--json"])
+    answer = json.loads(done.stdout)
+    assert (done.exit_code, answer["generation"], answer["parents"]) == (0, 2, [first.receipt_id])
+    assert receipts.verify(built, root, answer["receipt_id"]).ok
+
+
 def test_the_commands_say_what_moved_and_bring_it_up_to_date(
     built: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

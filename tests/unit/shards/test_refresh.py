@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_pipelines import shards
+from fabric_pipelines import receipts, shards
 from fabric_pipelines.analytics.search import exact_topk
 from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import UsageError
@@ -374,6 +374,7 @@ def test_too_many_layers_are_a_full_build(built, rows, tmp_path, monkeypatch):
 
 
 def test_a_damaged_block_is_not_inherited(built, rows, tmp_path):
+    receipts.issue(built, tmp_path, "notes")
     first = shards.open_generation(built, tmp_path, "notes")
     entry = first.manifest.of_role("vectors")[1]
     content = bytearray((first.folder / entry.path).read_bytes())
