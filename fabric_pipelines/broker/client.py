@@ -43,6 +43,7 @@ from fabric_pipelines.broker.replies import (
     scrub_report,
     verify_report,
 )
+from fabric_pipelines.broker.submissions import given_up
 from fabric_pipelines.broker.transport import (
     Credentials,
     call_path,
@@ -304,6 +305,8 @@ class BrokerClient:
         if not state.closed:
             head, _ = self._call("close", {"submission_id": submission.submission_id})
             state = SubmissionState(**head)
+        if state.abandoned:
+            raise SubmissionConflict(given_up(state.submission_id, state.enqueued, state.tasks))
         return state
 
     def _upload(

@@ -491,9 +491,9 @@ class Owner:
         facts = self.core.close(submission_id, self._stored(self.core.known(submission_id)))
         return self._end_submission(submission_id, facts)
 
-    def abandon_submission(self, submission_id: str) -> SubmissionState:
+    def abandon_submission(self, submission_id: str, tenant: str | None = None) -> SubmissionState:
         """End a submission with what came of it, which runs: its lanes no longer wait for more."""
-        return self._end_submission(submission_id, self.core.abandon(submission_id))
+        return self._end_submission(submission_id, self.core.abandon(submission_id, tenant))
 
     def _end_submission(self, submission_id: str, facts: list[Fact]) -> SubmissionState:
         self._log(facts)

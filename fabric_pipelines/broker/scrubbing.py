@@ -22,10 +22,8 @@ SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
 COUNTERS = ("scrubbed_bytes", "scrubbed_frames", "scrub_rounds", "frames_repaired")
 IN_PLACE = f"restore that file from a copy and restart the broker; {WITHOUT_A_COPY}"
-OF_AN_OBJECT = (
-    "restore that object from a copy; it is looked at again within half a minute; without a copy submit these rows "
-    "again under another salt"
-)
+AGAIN_SOON = "it is looked at again within half a minute; without a copy submit these rows again under another salt"
+OF_AN_OBJECT = f"restore that object from a copy; {AGAIN_SOON}"
 CONTROL_NAMES = {
     SEGMENT: "SEGMENT",
     COMMIT: "COMMIT",
@@ -86,7 +84,7 @@ class Scrubbing:
             if found.first_lsn <= lsn <= found.last_lsn and (lsn not in bad or known.last_lsn > lsn)
         )
         for damage in found.damaged:
-            self._name(damage, cold=cold)
+            self.name(damage, cold=cold)
 
     def note_lost(self, lost: DamagedFrame) -> None:
         """A whole object is missing, or is not the one that was put."""
@@ -119,12 +117,11 @@ class Scrubbing:
             damaged=held,
         )
 
-    def _name(self, damage: Damage, *, cold: bool) -> None:
-        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
+    def frame_of(self, damage: Damage, *, cold: bool) -> DamagedFrame:
+        """The damage with the tasks in it, and what to do."""
         state = self._core.state
         tasks, live = tasks_at(state, self._journal.first_lsn, damage.lsn)
-        ids = spans_of(state.task_ids(tasks))
-        self.damaged[damage.lsn] = frame = DamagedFrame(
+        return DamagedFrame(
             segment=damage.segment,
             offset=damage.offset,
             end=damage.end,
@@ -133,15 +130,19 @@ class Scrubbing:
             what=f"is damaged in its {_frame_of(damage.kind)}",
             tasks=len(tasks),
             live=live,
-            task_ids=ids,
+            task_ids=spans_of(state.task_ids(tasks)),
             remedy=OF_AN_OBJECT if cold else IN_PLACE,
             rows=rows_of(state, tasks),
         )
-        if live and not cold and damage.lsn not in self._stopped_by:
+
+    def name(self, damage: Damage, *, cold: bool) -> None:
+        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
+        self.damaged[damage.lsn] = frame = self.frame_of(damage, cold=cold)
+        if frame.live and not cold and damage.lsn not in self._stopped_by:
             named = "".join(f"; {part}" for part in frame.rows[:3])
             fault = (
                 f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
-                f"{ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
+                f"{frame.task_ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
             )
             self._stopped_by[damage.lsn] = fault
             self._core.fault = self._core.fault or fault

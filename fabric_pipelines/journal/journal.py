@@ -49,7 +49,7 @@ from fabric_pipelines.journal.index import index_of, write_index
 from fabric_pipelines.journal.life import Life
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
-from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
+from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice, damage_at
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     Holding,
@@ -464,8 +464,11 @@ class Journal:
             raise self._stop(fault, "reading") from fault
         if found is None or not segment.is_own(lsn, found.header):
             if segment.cold:
-                raise self.cold.lost(segment, lsn)
-            place = Place(offset, offset + segment.extent(lsn), lsn, lsn)
+                raise self.cold.lost(segment, lsn, source)
+            extent, name = (offset, offset + segment.extent(lsn)), str(segment.path)
+            at = lsn - segment.first_lsn
+            end = damage_at(source, segment, at, extent, self._salt, name=name).end
+            place = Place(offset, end, lsn, lsn)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
                 "the file from a copy",
