@@ -193,7 +193,7 @@ class Core:
         record = self.state.by_submission.get(submission_id)
         if record is None:
             raise UsageError(
-                f"no submission {submission_id[:12]} is known: what is new begins with its header"
+                f"submission {submission_id[:12]} is not known: what is new begins with its header"
             )
         return record
 
