@@ -224,6 +224,15 @@ def test_the_commands_say_what_moved_and_bring_it_up_to_date(
     assert any("21 rows changed" in d["sentence"] for d in answer["differences"])  # type: ignore[attr-defined]
     assert said("diff", second, second)[0] == 0
     assert said("rebuild", second, "--least", "identical")[0] == 0
+    shard = shards.open_generation(built, shards_dir, "corpus")
+    damaged = shard.folder / shard.manifest.of_role("vectors")[0].path
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for least in ("identical", "equivalent"):
+        code, answer = said("rebuild", second, "--least", least)
+        assert (code, answer["ok"]) == (3, False)
+        assert answer["damage"]
+    damaged.write_bytes(whole)
     code, answer = said("rebuild", second, "--parameter", "iterations=1")
     assert code in (0, 3)
     assert any("recipe.index.iterations" in d["what"] for d in answer["differences"])  # type: ignore[attr-defined]
