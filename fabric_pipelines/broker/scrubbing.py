@@ -8,7 +8,7 @@ stopped for it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Kind
@@ -38,6 +38,8 @@ class Scrubbing:
         self._journal, self._core, self._clock = journal, core, clock
         self._last_s = clock.monotonic_s()
         self.damaged: dict[int, DamagedFrame] = {}
+        self.files: list[DamagedFrame] = []  # at the last look
+        self.look_at_files: Callable[[], list[DamagedFrame]] = list
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._stopped_by: dict[int, str] = {}  # LSN: the fault that says so
 
@@ -46,16 +48,23 @@ class Scrubbing:
         now_s = self._clock.monotonic_s()
         if now_s - self._last_s >= EVERY_S:
             self._last_s = now_s
-            self.slice(SLICE_BYTES)
+            self._journal.watch()
+            self._look(SLICE_BYTES)
 
     def slice(self, budget_bytes: int) -> bool:
-        """Look at about so many bytes more; whether that ended a round. HomeGone as in `tick`."""
+        """Look at about so many bytes more; whether that ended a round, with which goes a look at the state files. HomeGone
+        as in `tick`."""
         self._journal.watch()
-        return self._look(budget_bytes).round_ended
+        ended = self._look(budget_bytes).round_ended
+        if ended:
+            self.files = self.look_at_files()
+        return ended
 
     def whole(self) -> None:
-        """Look at every sealed segment that is here, wherever the round stands. HomeGone as in `tick`."""
+        """Look at every sealed segment that is here, wherever the round stands, and at the state files. HomeGone as in
+        `tick`."""
         self._journal.watch()
+        self.files = self.look_at_files()
         found = self._look(SLICE_BYTES)
         begun_at = found.first_lsn if found.frames else self._journal.next_lsn
         while not found.round_ended:
@@ -106,8 +115,9 @@ class Scrubbing:
         return [f for lsn, f in sorted(self.damaged.items()) if first_lsn <= lsn <= last_lsn]
 
     def report(self) -> ScrubReport:
-        """What is known to be damaged in the segments that are still held."""
+        """What is known to be damaged in the segments that are still held, and in the files beside them."""
         held = [f for lsn, f in sorted(self.damaged.items()) if lsn >= self._journal.first_lsn]
+        held += self.files
         sealed = [holding for holding in self._journal.holdings if holding.sealed]
         return ScrubReport(
             ok=not held,

@@ -22,7 +22,7 @@ import pyarrow.flight as flight
 from fabric_pipelines.broker import fields
 from fabric_pipelines.broker.credits import require_size
 from fabric_pipelines.broker.desk import Desk, Rank
-from fabric_pipelines.broker.envelope import Part
+from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
 from fabric_pipelines.broker.owner import Owner, TaskUpload
@@ -39,6 +39,7 @@ from fabric_pipelines.broker.roles import (
     require_role,
     require_tenant,
 )
+from fabric_pipelines.broker.settled import settled_page
 from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.submissions import goes_past
 from fabric_pipelines.broker.tiering import ColdScrub
@@ -103,6 +104,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "drain": self._drain,
             "states": self._states,
             "requeue": self._requeue,
+            "settled": self._settled,
         }
         if credentials is None:
             super().__init__(endpoint)
@@ -200,6 +202,15 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         ids = _ids(parts[0])
         found = self._desk.ask(lambda owner: owner.states(ids), Rank.QUESTION).result()
         return {"states": found}, ()
+
+    def _settled(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        begin = fields.count(head, "begin", most=fields.NUMBER_MAX)
+        page, after = self._desk.ask(
+            lambda owner: settled_page(owner.core.state, begin), Rank.QUESTION
+        ).result()
+        named = {str(at): list(pair) for at, pair in page.submissions.items()}
+        runs = (as_part(page.firsts), as_part(page.ends), as_part(page.owners))
+        return {"next": after, "submissions": named}, runs
 
     def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)

@@ -47,6 +47,7 @@ from fabric_pipelines.journal.frame import (
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import index_of, write_index
 from fabric_pipelines.journal.life import Life
+from fabric_pipelines.journal.mending import Mended, mend
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
 from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice, damage_at
@@ -429,6 +430,15 @@ class Journal:
         sealed = [segment for segment in self._segments if segment.sealed and not segment.cold]
         with self._failing_stops("scrubbing"):
             return self._scrubber.slice(sealed, budget_bytes)
+
+    def mend(self) -> list[Mended]:
+        """The files beside the segments that were not what was written, and are again. StorageFailed if one cannot be
+        read or written."""
+        self._require_working()
+        identity = Identity(self.journal_id, self.incarnation, self._format)
+        cold = [self.cold.stubs[segment.epoch] for segment in self._segments if segment.cold]
+        with self._failing_stops("scrubbing"):
+            return mend(self._ops, self.folder, identity, cold)
 
     def close(self) -> None:
         """Let go of files and lock. Idempotent. An uncommitted group is dropped: nobody was told it is kept."""

@@ -50,7 +50,12 @@ from fabric_pipelines.testing.sim_disk import (
 
 TORN_EACH = 400
 STILL = Clock(lambda: 0.0, lambda: 0)  # an open writes the time, and the chain covers it
-NAMED_BY_VERIFY = ("is damaged in its ", "is missing or not the one", "the base of the log is lost")
+NAMED_BY_VERIFY = (
+    "is damaged in its ",
+    "is missing or not the one",
+    "the base of the log is lost",
+    "the broker that runs ",
+)
 LOST, DOUBLED, UNBALANCED = "lost", "doubled", "unbalanced"
 
 
