@@ -67,7 +67,8 @@ insert into fabric.journals (journal_id, incarnation) values (%(journal_id)s, %(
 -- name: snapshot
 select pg_current_snapshot()::text,
        case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end::text,
-       (select timeline_id from pg_control_checkpoint());
+       (select timeline_id from pg_control_checkpoint()),
+       fabric.relation_files(%(oid)s::oid);
 
 -- name: column_types
 select attname, format_type(atttypid, null), attrelid::bigint
@@ -433,8 +434,8 @@ copy (
 )
 
 -- name: record_audit
-insert into fabric.shard_audit (shard, generation, snapshot, inserted, updated, deleted)
-select %(shard)s, %(generation)s, %(snapshot)s::pg_snapshot,
+insert into fabric.shard_audit (shard, generation, snapshot, relation_files, inserted, updated, deleted)
+select %(shard)s, %(generation)s, %(snapshot)s::pg_snapshot, %(relation_files)s,
        fabric.as_ranges(%(inserted)s::bigint[]), fabric.as_ranges(%(updated)s::bigint[]),
        fabric.as_ranges(%(deleted)s::bigint[]);
 
