@@ -173,7 +173,7 @@ class Supply:
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
-        self._queues.setdefault(lane.key.engine, LaneQueue()).offer(lane)
+        self._queues.setdefault(lane.key.engine, LaneQueue(self._merge_waste)).offer(lane)
 
     def ready_for(self, engine: str, refuser: int, tenant: str | None = None) -> int:
         """Ready tasks of the engine (and tenant), less those that this class of consumers refused."""

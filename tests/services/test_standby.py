@@ -75,7 +75,7 @@ def test_a_standby_that_falls_behind_is_seen_and_slows_bulk_down(
         rate = governor.rate
         governor.observe(gauge.read("fabric"), 0.5)
         assert governor.pressed_by == ("replication_lag",)
-        assert governor.rate == pytest.approx(rate * 0.7)
+        assert governor.rate == pytest.approx(rate * governor.limits.backoff)
         follower.execute("select pg_wal_replay_resume()")
         eventually(lambda: lag() == 0, within_s=60, what="a standby that has caught up")
         governor.observe(gauge.read("fabric"), 1.0)

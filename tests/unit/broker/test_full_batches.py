@@ -87,6 +87,33 @@ def test_a_large_session_gets_full_batches_beside_a_small_one_until_only_rests_a
     assert max(rests["small"], default=0) <= 4 * 13
 
 
+def test_where_no_lane_fills_a_batch_neighbours_that_can_do_so_together_go_first() -> None:
+    """The longest lanes of a log-normal backlog hold a task each. They went first, one in a lease, at 62 % of it."""
+    bench, draw = Bench(Limits(lease_s=1e6)), np.random.default_rng(1)
+    total = 10_000
+    for mark in range(10):
+        lengths = np.clip(draw.lognormal(5.8, 0.75, total // 10).astype(int), 1, 4000)
+        batch = tasks_of(lengths.tolist(), seed=mark)
+        bench.submit(submission_of([batch], mark, sampling=EMBED), [batch])
+    budgets = {"small": SMALL.batch, "large": LARGE.batch}
+    bench.attach("small", profile=SMALL)
+    bench.attach("large", profile=LARGE)
+    unfilled: dict[str, list[float]] = {name: [] for name in budgets}
+    prompt = padded = 0
+    while ready := bench.counts().get("ready", 0):
+        for name, budget in budgets.items():
+            grant = taken(bench, name, budget)
+            if grant is None:
+                continue
+            prompt += grant.tokens
+            padded += grant.lane.key.length * len(grant.tasks)
+            if not is_full(bench, grant, budget):
+                unfilled[name].append(1 - ready / total)
+    assert min(unfilled["large"]) > 0.85, "the large one is full to the last few batches"
+    assert min(unfilled["small"]) > 0.95
+    assert 1 - prompt / padded <= 0.027
+
+
 profiles = st.builds(
     Profile,
     max_batch_size=st.integers(1, 24),

@@ -129,7 +129,7 @@ def test_draining_lanes_share_a_batch_only_when_none_is_full_and_within_the_decl
         waste = 1 - int(token_counts(lease.tasks).sum()) / padded
         assert waste <= 0.1
         assert lease.aligned_length == max(cuts[-1])
-    assert cuts == [[64] * 8, [64] * 8, [64] * 4 + [56] * 3 + [48], [48], [16] * 3]
+    assert cuts == [[64] * 8, [64] * 8, [64] * 4 + [56] * 3 + [48], [16] * 3, [48]]
 
 
 def test_lanes_whose_producers_are_at_work_are_not_merged() -> None:
