@@ -67,21 +67,62 @@ def db_status(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command("check")
-def db_check(ctx: typer.Context, as_json: Json = False) -> None:
-    """Look for every task that ever landed, by id; exit code 3 names those whose row is gone."""
+def db_check(
+    ctx: typer.Context,
+    without_broker: Annotated[
+        bool,
+        typer.Option(
+            "--without-broker",
+            help="By the database's own list only: a dump restored too old is not seen.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Look for every task that ever landed, by the database's list and by the broker's; exit code 3 names those that are
+    gone."""
+    from fabric_pipelines.broker.client import BrokerClient
     from fabric_pipelines.dataplane import account
     from fabric_pipelines.dataplane.database import Database
 
-    found = account.check(Database.of(settings_of(ctx)))
+    settings = settings_of(ctx)
+    settled = None
+    if not without_broker:
+        with BrokerClient.of(settings, role="admin") as client:
+            settled = client.settled()
+    found = account.check(Database.of(settings), settled)
     emit({"ok": found.ok, **plain(found)}, as_json)
-    lost = [
-        f"{item.tasks:,} task{'s' if item.tasks != 1 else ''} of {item.function}"
-        for item in found.lost
+    lost = [f"{_tasks(item.tasks)} of {item.function}" for item in found.lost]
+    lost += [
+        f"{_tasks(item.tasks)} of submission {item.submission_id[:12]} ({item.function}, from id {item.task_ids[0]})"
+        for item in found.unrestored
     ]
     require(
         found.ok,
         f"{', '.join(lost)} landed and are gone: restore them from a dump, or submit them again with a salt",
     )
+
+
+def _tasks(count: int) -> str:
+    return f"{count:,} task{'s' if count != 1 else ''}"
+
+
+@app.command("accept-loss")
+def db_accept_loss(
+    ctx: typer.Context,
+    tasks: Annotated[int, typer.Argument(min=1, help="How many, as the refusal said.")],
+    as_json: Json = False,
+) -> None:
+    """Go on without the tasks that the broker retired and a database restored from an older dump has not."""
+    from fabric_pipelines.broker.client import BrokerClient
+    from fabric_pipelines.dataplane import proof
+    from fabric_pipelines.dataplane.database import Database
+
+    settings = settings_of(ctx)
+    with BrokerClient.of(settings, role="admin") as client:
+        settled = client.settled()
+    database = Database.of(settings)
+    database.migrate()
+    emit({"given_up": proof.accept_loss(database, settled, tasks)}, as_json)
 
 
 @app.command("dump")

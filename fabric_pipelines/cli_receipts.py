@@ -104,7 +104,7 @@ def receipt_rebuild(
     as_json: Json = False,
 ) -> None:
     """Build the generation again and give a verdict: identical, logical, equivalent or different. Exit code 3 if it
-    is not as good as --least."""
+    is not as good as --least, and whatever the verdict if files of the generation are damaged or gone."""
     from fabric_pipelines import receipts
     from fabric_pipelines.dataplane.database import Database
 
@@ -120,6 +120,11 @@ def receipt_rebuild(
     require(
         done.verdict in grades[: grades.index(least) + 1],
         f"the rebuild of receipt {receipt_id} is {done.verdict}: see the differences",
+    )
+    require(
+        not done.damage,
+        f"the rebuild of receipt {receipt_id} is {done.verdict}, but the generation itself is not whole: see the "
+        "differences; `fabric receipt refresh SHARD --anew` builds a whole one",
     )
 
 

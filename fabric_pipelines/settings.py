@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_pipelines.errors import Refused, SettingsError
+from fabric_pipelines.folders import make_folders
 
 UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
 PLAIN_PATH = re.compile(
@@ -282,7 +283,7 @@ class Settings:
 def make_runtime_folder(folder: Path) -> None:
     """Make the folder of sockets and locks, and refuse one that somebody else could have put there: under a
     shared temporary folder its name can be guessed."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700 if _is_shared(folder.parent) else 0o755)
+    make_folders(folder, mode=0o700 if _is_shared(folder.parent) else 0o755)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise Refused(

@@ -21,6 +21,7 @@ DURABLE = (
     "journal",
     "broker",
     "dataplane/cold_store.py",
+    "folders.py",
 )  # what writes or reads the log, its files and objects
 EXACT = {"chain", "digest", ".least"}  # of CRCs, of a checkpoint, of a file that may not be shorter
 SEAM = "journal/files.py"  # the operations themselves

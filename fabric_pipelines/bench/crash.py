@@ -40,12 +40,13 @@ def measure(options: Options, say: Callable[[str], None] = lambda line: None) ->
     kind; damaged: by thing and in all, how many states had one damage, and how many of those were refused by name, had no
     effect, or were served; broken: the first promises that were not kept, in words."""
     begin_s = time.process_time()
-    life = Life(SimDisk()).run()
+    life = Life(SimDisk())
+    judge = Judge(life)
+    cut_short = judge.live()
     say(
         f"recorded {len(life.disk.log)} operations with {len(life.kinds)} of {len(Kind)} kinds of facts"
     )
-    judge = Judge(life)
-    broken = judge.count(
+    broken = cut_short + judge.count(
         states_of(
             life.disk,
             seed=options.seed,
@@ -56,7 +57,8 @@ def measure(options: Options, say: Callable[[str], None] = lambda line: None) ->
     )
     say(f"judged {len(judge.states)} states of the disk after crashes")
     damage = DamageJudge()
-    broken += damage.count(damaged_states(life, seed=options.seed))
+    if not cut_short:  # there is no whole log to damage
+        broken += damage.count(damaged_states(life, seed=options.seed))
     return {
         "states": len(judge.states),
         LOST: judge.broken[LOST],

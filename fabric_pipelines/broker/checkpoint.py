@@ -116,6 +116,10 @@ class Checkpoints:
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def holds(self, fact: CheckpointTaken) -> bool:
+        """Whether there is a file for that fact, whole or not."""
+        return f"{PREFIX}{fact.lsn:016d}" in self._ops.names(self._folder)
+
     def require(self, fact: CheckpointTaken) -> None:
         """StorageFailed unless the file that the fact speaks of is here. Its head is compared, which covers the CRCs of its
         columns; these were read back, and the file was durable, before there was a fact."""

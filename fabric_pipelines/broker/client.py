@@ -43,6 +43,7 @@ from fabric_pipelines.broker.replies import (
     scrub_report,
     verify_report,
 )
+from fabric_pipelines.broker.submissions import given_up
 from fabric_pipelines.broker.transport import (
     Credentials,
     call_path,
@@ -70,6 +71,7 @@ from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.records.settled import Settled
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
 from fabric_pipelines.settings import Settings
@@ -215,6 +217,18 @@ class BrokerClient:
         """State of each task by name; "unknown" if it is not of the broker's journal."""
         return list(self._call("states", {}, ids_part(task_ids))[0]["states"])
 
+    def settled(self) -> Settled:
+        """Every task that is retired or dead, page by page: what the database must have landed."""
+        pages: list[Settled] = []
+        begin: int | None = 0
+        while begin is not None:
+            head, runs = self._call("settled", {"begin": begin})
+            firsts, ends, owners = (np.frombuffer(run, np.int64) for run in runs)
+            named = {int(at): (pair[0], pair[1]) for at, pair in head["submissions"].items()}
+            pages.append(Settled(firsts, ends, owners, named))
+            begin = head["next"]
+        return Settled.joined(pages)
+
     def requeue(self, task_ids: TaskIds, *, reason: str) -> RequeueReply:
         """Dead tasks are ready again, under their ids and without their attempts. Durable on return; what is not dead
         any more is counted and left alone."""
@@ -291,6 +305,8 @@ class BrokerClient:
         if not state.closed:
             head, _ = self._call("close", {"submission_id": submission.submission_id})
             state = SubmissionState(**head)
+        if state.abandoned:
+            raise SubmissionConflict(given_up(state.submission_id, state.enqueued, state.tasks))
         return state
 
     def _upload(

@@ -58,7 +58,13 @@ from fabric_pipelines.broker.room import NO_ROOM, Room
 from fabric_pipelines.broker.sessions import Limits as Limits
 from fabric_pipelines.broker.sessions import Session as Session
 from fabric_pipelines.broker.state import BatchColumns, Effects, State, SubmissionRecord
-from fabric_pipelines.broker.submissions import abandoned, require_goes_on, state_of
+from fabric_pipelines.broker.submissions import (
+    abandoned,
+    goes_past,
+    require_goes_on,
+    require_kept_up,
+    state_of,
+)
 from fabric_pipelines.broker.supply import SUSPECTS_ALONE, Asker, Grant, Supply
 from fabric_pipelines.errors import (
     BalanceBroken,
@@ -186,7 +192,9 @@ class Core:
     def known(self, submission_id: str) -> SubmissionRecord:
         record = self.state.by_submission.get(submission_id)
         if record is None:
-            raise UsageError(f"submission {submission_id[:12]} is not known: open it first")
+            raise UsageError(
+                f"submission {submission_id[:12]} is not known: what is new begins with its header"
+            )
         return record
 
     def enqueue(
@@ -195,6 +203,7 @@ class Core:
         """The fact for the rows of `batch` that are new, and those rows. `first_row` is the batch's place in
         the submission; rows that arrived before are counted as duplicates and not taken again."""
         record = self.known(submission_id)
+        require_kept_up(record)
         name = submission_id[:12]
         skip = record.rows - first_row
         if skip < 0:
@@ -213,10 +222,7 @@ class Core:
         if record.rows + rows > record.header.tasks or (
             not skip and record.tokens + tokens > record.header.tokens
         ):
-            raise SubmissionConflict(
-                f"submission {name} declared {record.header.tasks} tasks and {record.header.tokens} "
-                f"tokens; row {record.rows + rows - 1} goes past that"
-            )
+            raise SubmissionConflict(goes_past(record.header, record.rows + rows - 1))
         base = self.state.index.count
         if base + rows > SEQUENCE_MAX:
             raise UsageError("this journal has used up its task ids: start a new one")
@@ -229,6 +235,7 @@ class Core:
         fingerprint have been lost with an earlier process. None: they are no longer all there (their space
         was needed); totals and the CRCs of each batch at its upload must do, and that is counted."""
         record = self.known(submission_id)
+        require_kept_up(record)
         if record.closed:
             return []
         name, header = submission_id[:12], record.header
@@ -241,9 +248,9 @@ class Core:
             self.counters["closed_unproven"] += 1
         return [SubmissionClosed(submission_id)]
 
-    def abandon(self, submission_id: str) -> list[Fact]:
-        """Nothing more comes of it, and what came runs. UsageError if it is closed and what it says."""
-        return list(abandoned(self.known(submission_id)))
+    def abandon(self, submission_id: str, tenant: str | None = None) -> list[Fact]:
+        """See `abandoned`; `tenant`: whose submissions the caller may hear of, None for all."""
+        return list(abandoned(self.state, submission_id, tenant))
 
     def proven(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -18,6 +19,7 @@ from fabric_pipelines.settings import TENANT
 
 BESIDE_HEADER = frozenset({"protocol", "role", ACKNOWLEDGED})
 HEADER_BYTES_MAX = 1 << 20
+DIGEST = re.compile("[0-9a-f]{64}")
 _TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict, "Mapping[str, str]": dict}
 
 
@@ -71,6 +73,11 @@ def _require_bounds(header: Submission) -> None:
         value = getattr(header, name)
         if not 0 < value <= most:
             raise UsageError(f"submission field {name} is {shown(value)}; it must be in 1..{most}")
+    if not DIGEST.fullmatch(header.fingerprint):
+        raise UsageError(
+            f"submission field fingerprint is {shown(header.fingerprint)}; it must be 64 hex digits in lower case, "
+            "see fingerprint_of"
+        )
     if not TENANT.fullmatch(header.tenant):
         raise UsageError(
             f"submission field tenant is {header.tenant!r}; it must be a name of letters, digits, '.', '_' and '-'"

@@ -52,6 +52,7 @@ from fabric_pipelines.broker.replies import (
 )
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import BatchColumns, SubmissionRecord
+from fabric_pipelines.broker.statefiles import StateFiles
 from fabric_pipelines.broker.tiering import ColdScrub, Tiering, Water
 from fabric_pipelines.broker.upkeep import Background, Rhythm, Upkeep, Words, at_once
 from fabric_pipelines.broker.verification import verify
@@ -149,6 +150,7 @@ class Owner:
                 background=background,
             )
             self.scrubbing = Scrubbing(journal, self.core, clock)
+            self.scrubbing.look_at_files = StateFiles(journal, checkpoints, self.upkeep).look
             if journal.cold.store is not None:
                 self.tiering = Tiering(
                     journal,
@@ -491,9 +493,9 @@ class Owner:
         facts = self.core.close(submission_id, self._stored(self.core.known(submission_id)))
         return self._end_submission(submission_id, facts)
 
-    def abandon_submission(self, submission_id: str) -> SubmissionState:
+    def abandon_submission(self, submission_id: str, tenant: str | None = None) -> SubmissionState:
         """End a submission with what came of it, which runs: its lanes no longer wait for more."""
-        return self._end_submission(submission_id, self.core.abandon(submission_id))
+        return self._end_submission(submission_id, self.core.abandon(submission_id, tenant))
 
     def _end_submission(self, submission_id: str, facts: list[Fact]) -> SubmissionState:
         self._log(facts)

@@ -170,7 +170,7 @@ class DamagedFrame:
     """Bytes `offset`..`end` of `segment` (the path of a file, the address of an object) are not what was written: what
     is wrong with them, in words, and the LSNs `lsn`..`last_lsn` that this is about. tasks: how many have their row or
     outcome there; live: how many of them still need it; task_ids: which, as spans; rows: the same as rows of their
-    submissions, of the first few. remedy: what to do."""
+    submissions, of the first few. remedy: what to do. `lsn` is 0 where `segment` is a file that holds none of the log."""
 
     segment: str
     offset: int
@@ -186,6 +186,8 @@ class DamagedFrame:
 
     @property
     def sentence(self) -> str:
+        if not self.lsn:
+            return f"{self.segment} {self.what}; {self.remedy}"
         lsns = f"LSN {self.lsn}" + (f"..{self.last_lsn}" if self.last_lsn > self.lsn else "")
         named = "".join(f"; {part}" for part in self.rows[:3])
         tasks = f"{self.live} tasks need it ({self.task_ids}{named})"

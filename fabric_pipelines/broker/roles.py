@@ -40,6 +40,7 @@ ROLES: Mapping[str, frozenset[str]] = {
     "drain": frozenset({ADMIN}),
     "states": frozenset({ADMIN}),
     "requeue": frozenset({ADMIN}),
+    "settled": frozenset({COMPLETION, ADMIN}),
     "submit": frozenset({PRODUCER}),
     "close": frozenset({PRODUCER, ADMIN}),
     "abandon": frozenset({PRODUCER, ADMIN}),

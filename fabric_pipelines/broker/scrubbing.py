@@ -8,7 +8,7 @@ stopped for it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Kind
@@ -22,10 +22,8 @@ SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
 COUNTERS = ("scrubbed_bytes", "scrubbed_frames", "scrub_rounds", "frames_repaired")
 IN_PLACE = f"restore that file from a copy and restart the broker; {WITHOUT_A_COPY}"
-OF_AN_OBJECT = (
-    "restore that object from a copy; it is looked at again within half a minute; without a copy submit these rows "
-    "again under another salt"
-)
+AGAIN_SOON = "it is looked at again within half a minute; without a copy submit these rows again under another salt"
+OF_AN_OBJECT = f"restore that object from a copy; {AGAIN_SOON}"
 CONTROL_NAMES = {
     SEGMENT: "SEGMENT",
     COMMIT: "COMMIT",
@@ -40,6 +38,8 @@ class Scrubbing:
         self._journal, self._core, self._clock = journal, core, clock
         self._last_s = clock.monotonic_s()
         self.damaged: dict[int, DamagedFrame] = {}
+        self.files: list[DamagedFrame] = []  # at the last look
+        self.look_at_files: Callable[[], list[DamagedFrame]] = list
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._stopped_by: dict[int, str] = {}  # LSN: the fault that says so
 
@@ -48,16 +48,23 @@ class Scrubbing:
         now_s = self._clock.monotonic_s()
         if now_s - self._last_s >= EVERY_S:
             self._last_s = now_s
-            self.slice(SLICE_BYTES)
+            self._journal.watch()
+            self._look(SLICE_BYTES)
 
     def slice(self, budget_bytes: int) -> bool:
-        """Look at about so many bytes more; whether that ended a round. HomeGone as in `tick`."""
+        """Look at about so many bytes more; whether that ended a round, with which goes a look at the state files. HomeGone
+        as in `tick`."""
         self._journal.watch()
-        return self._look(budget_bytes).round_ended
+        ended = self._look(budget_bytes).round_ended
+        if ended:
+            self.files = self.look_at_files()
+        return ended
 
     def whole(self) -> None:
-        """Look at every sealed segment that is here, wherever the round stands. HomeGone as in `tick`."""
+        """Look at every sealed segment that is here, wherever the round stands, and at the state files. HomeGone as in
+        `tick`."""
         self._journal.watch()
+        self.files = self.look_at_files()
         found = self._look(SLICE_BYTES)
         begun_at = found.first_lsn if found.frames else self._journal.next_lsn
         while not found.round_ended:
@@ -86,7 +93,7 @@ class Scrubbing:
             if found.first_lsn <= lsn <= found.last_lsn and (lsn not in bad or known.last_lsn > lsn)
         )
         for damage in found.damaged:
-            self._name(damage, cold=cold)
+            self.name(damage, cold=cold)
 
     def note_lost(self, lost: DamagedFrame) -> None:
         """A whole object is missing, or is not the one that was put."""
@@ -108,8 +115,9 @@ class Scrubbing:
         return [f for lsn, f in sorted(self.damaged.items()) if first_lsn <= lsn <= last_lsn]
 
     def report(self) -> ScrubReport:
-        """What is known to be damaged in the segments that are still held."""
+        """What is known to be damaged in the segments that are still held, and in the files beside them."""
         held = [f for lsn, f in sorted(self.damaged.items()) if lsn >= self._journal.first_lsn]
+        held += self.files
         sealed = [holding for holding in self._journal.holdings if holding.sealed]
         return ScrubReport(
             ok=not held,
@@ -119,12 +127,11 @@ class Scrubbing:
             damaged=held,
         )
 
-    def _name(self, damage: Damage, *, cold: bool) -> None:
-        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
+    def frame_of(self, damage: Damage, *, cold: bool) -> DamagedFrame:
+        """The damage with the tasks in it, and what to do."""
         state = self._core.state
         tasks, live = tasks_at(state, self._journal.first_lsn, damage.lsn)
-        ids = spans_of(state.task_ids(tasks))
-        self.damaged[damage.lsn] = frame = DamagedFrame(
+        return DamagedFrame(
             segment=damage.segment,
             offset=damage.offset,
             end=damage.end,
@@ -133,15 +140,19 @@ class Scrubbing:
             what=f"is damaged in its {_frame_of(damage.kind)}",
             tasks=len(tasks),
             live=live,
-            task_ids=ids,
+            task_ids=spans_of(state.task_ids(tasks)),
             remedy=OF_AN_OBJECT if cold else IN_PLACE,
             rows=rows_of(state, tasks),
         )
-        if live and not cold and damage.lsn not in self._stopped_by:
+
+    def name(self, damage: Damage, *, cold: bool) -> None:
+        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
+        self.damaged[damage.lsn] = frame = self.frame_of(damage, cold=cold)
+        if frame.live and not cold and damage.lsn not in self._stopped_by:
             named = "".join(f"; {part}" for part in frame.rows[:3])
             fault = (
                 f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
-                f"{ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
+                f"{frame.task_ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
             )
             self._stopped_by[damage.lsn] = fault
             self._core.fault = self._core.fault or fault

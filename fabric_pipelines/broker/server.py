@@ -22,7 +22,7 @@ import pyarrow.flight as flight
 from fabric_pipelines.broker import fields
 from fabric_pipelines.broker.credits import require_size
 from fabric_pipelines.broker.desk import Desk, Rank
-from fabric_pipelines.broker.envelope import Part
+from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
 from fabric_pipelines.broker.owner import Owner, TaskUpload
@@ -39,7 +39,9 @@ from fabric_pipelines.broker.roles import (
     require_role,
     require_tenant,
 )
+from fabric_pipelines.broker.settled import settled_page
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.submissions import goes_past
 from fabric_pipelines.broker.tiering import ColdScrub
 from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
@@ -102,6 +104,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "drain": self._drain,
             "states": self._states,
             "requeue": self._requeue,
+            "settled": self._settled,
         }
         if credentials is None:
             super().__init__(endpoint)
@@ -155,7 +158,11 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _require_kept(self, head: Head) -> None:
         if (told := head.get(ACKNOWLEDGED)) is not None:
             journal_id, lsn, *life = told  # two values from a client of before there were lives
-            self._desk.require_kept(str(journal_id), int(lsn), *map(str, life))
+            if type(lsn) is not int or not all(isinstance(one, str) for one in (journal_id, *life)):
+                raise UsageError(
+                    f"{ACKNOWLEDGED} is {fields.shown(told)}; it must be [text, number, text]"
+                )
+            self._desk.require_kept(journal_id, lsn, *life)
 
     def _hello(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         return self._ask(lambda owner: owner.info(), Rank.QUESTION)
@@ -196,6 +203,15 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         found = self._desk.ask(lambda owner: owner.states(ids), Rank.QUESTION).result()
         return {"states": found}, ()
 
+    def _settled(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        begin = fields.count(head, "begin", most=fields.NUMBER_MAX)
+        page, after = self._desk.ask(
+            lambda owner: settled_page(owner.core.state, begin), Rank.QUESTION
+        ).result()
+        named = {str(at): list(pair) for at, pair in page.submissions.items()}
+        runs = (as_part(page.firsts), as_part(page.ends), as_part(page.owners))
+        return {"next": after, "submissions": named}, runs
+
     def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)
         return self._ask(lambda owner: owner.requeue(ids, reason), Rank.ENQUEUE)
@@ -224,7 +240,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
         def abandon(owner: Owner) -> SubmissionState:
             require_own(who, owner, submission_id)
-            return owner.abandon_submission(submission_id)
+            return owner.abandon_submission(submission_id, who.tenant if who.bound else None)
 
         return self._ask(abandon, Rank.ENQUEUE)
 
@@ -265,7 +281,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
     def _computed(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name, ipc = _session(head, who), parts[0]
-        if crc32c(ipc) != head["crc32c"]:
+        if crc32c(ipc) != fields.count(head, "crc32c"):
             raise SchemaError("completion batch does not match its CRC32C: send it again")
         batch = from_ipc(ipc)
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
@@ -439,7 +455,9 @@ def _uploads(
             ) from fault
         try:
             note = json.loads(bytes(chunk.app_metadata or b""))
-            first_row, sums = int(note["first_row"]), list(note["crc32c"])
+            first_row, sums = note["first_row"], list(note["crc32c"])
+            if any(type(number) is not int for number in (first_row, *sums)):  # 1.0 and true are 1
+                raise ValueError("not whole numbers")
         except MALFORMED as fault:
             raise SchemaError(
                 'a task batch needs app_metadata {"first_row": n, "crc32c": [6 numbers]}'
@@ -455,10 +473,7 @@ def _uploads(
             )
         tokens = int(pc.sum(pc.list_value_length(batch.column("tokens"))).as_py())
         if first_row + batch.num_rows > header.tasks or tokens > header.tokens:
-            raise SubmissionConflict(
-                f"submission {header.submission_id[:12]} declared {header.tasks} tasks and {header.tokens} tokens; "
-                f"row {first_row + batch.num_rows - 1} goes past that"
-            )
+            raise SubmissionConflict(goes_past(header, first_row + batch.num_rows - 1))
         columns = BatchColumns.of(header, batch)
         if content is not None and content.tasks == first_row:
             content.update(batch)
@@ -482,7 +497,8 @@ def require_own(who: Identity, owner: Owner, submission_id: str) -> None:
 
 
 def require_protocol(head: Head) -> None:
-    if (spoken := head.get("protocol")) != PROTOCOL_VERSION:
+    spoken = head.get("protocol")
+    if type(spoken) is not int or spoken != PROTOCOL_VERSION:  # to `==` true and 1.0 are 1
         raise VersionRefused(
             f"the request speaks protocol {fields.shown(spoken)}, this broker {PROTOCOL_VERSION}: install the same "
             f'fabric-pipelines on both sides, or say "protocol": {PROTOCOL_VERSION} in a client of your own'

@@ -11,6 +11,7 @@ import json
 from dataclasses import fields
 
 from fabric_pipelines.broker.accounts import STATE_NAMES
+from fabric_pipelines.broker.contents import ABANDON
 from fabric_pipelines.broker.facts import SubmissionClosed
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.broker.state import State, SubmissionRecord
@@ -18,6 +19,7 @@ from fabric_pipelines.errors import SubmissionConflict, UsageError
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.records.submission import Submission
 
+LISTED_MAX = 10
 SHOWN_MAX = 80  # characters of a value in an error
 
 
@@ -44,16 +46,45 @@ def _shown(value: object) -> str:
 def require_goes_on(record: SubmissionRecord, sent: Submission) -> None:
     """SubmissionConflict if it is another one, or was abandoned."""
     require_same(record.header, sent)
+    require_kept_up(record)
+
+
+def require_kept_up(record: SubmissionRecord) -> None:
+    """SubmissionConflict if somebody abandoned it: who still sends it, or closes it, would take it for whole."""
     if record.abandoned:
         raise SubmissionConflict(
-            f"submission {sent.submission_id[:12]} was abandoned with {record.rows} of its {sent.tasks} tasks: send it "
-            "under another id (set the salt)"
+            given_up(record.header.submission_id, record.rows, record.header.tasks)
         )
 
 
-def abandoned(record: SubmissionRecord) -> list[SubmissionClosed]:
-    """Nothing if it is abandoned already; UsageError if it is closed and what it says."""
-    name = record.header.submission_id
+def given_up(submission_id: str, rows: int, tasks: int) -> str:
+    """Why nothing more comes of an abandoned submission, and what to do."""
+    return (
+        f"submission {submission_id[:12]} was abandoned with {rows} of its {tasks} tasks: send it under another id "
+        "(set the salt)"
+    )
+
+
+def goes_past(header: Submission, row: int) -> str:
+    """Why a batch with `row` as its last is not of the submission that its header declared, and what to do."""
+    name = header.submission_id
+    return (
+        f"submission {name[:12]} declared {header.tasks} tasks and {header.tokens} tokens; row {row} goes past that: "
+        f"send it with the right header under another id (set the salt), and end this one with `{ABANDON} {name}` if "
+        "some of it was taken"
+    )
+
+
+def abandoned(
+    state: State, submission_id: str, tenant: str | None = None
+) -> list[SubmissionClosed]:
+    """Nothing if it is abandoned already; UsageError if it is closed and what it says, or not known: then those that
+    could be meant are named, as far as they are that tenant's."""
+    name, record = submission_id, state.by_submission.get(submission_id)
+    if record is None:
+        raise UsageError(
+            f"no submission {name[:12]} is known to this broker: {_open_ones(state, tenant)}"
+        )
     if not record.closed:
         return [SubmissionClosed(name, abandoned=True)]
     if not record.abandoned:
@@ -61,6 +92,15 @@ def abandoned(record: SubmissionRecord) -> list[SubmissionClosed]:
             f"submission {name[:12]} is closed with all its {record.rows} tasks: there is nothing to abandon"
         )
     return []
+
+
+def _open_ones(state: State, tenant: str | None) -> str:
+    headers = [record.header for record in state.submissions if not record.closed]
+    found = [one.submission_id for one in headers if tenant in (None, one.tenant)]
+    if not found:
+        return "none is open, so there is nothing to abandon"
+    more = f" and {len(found) - LISTED_MAX} more" if len(found) > LISTED_MAX else ""
+    return f"give all 64 digits of one that is open: {', '.join(found[-LISTED_MAX:])}{more}"
 
 
 def state_of(state: State, record: SubmissionRecord) -> SubmissionState:

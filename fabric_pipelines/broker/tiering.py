@@ -5,12 +5,13 @@ reads them again, then the newest, since the oldest are worked on and die first.
 read back, then the UPLOADED fact, durable, then the local file; dropped by the log, then removed from the store.
 Rows are asked for ahead of need, and a lane whose next rows are on their way waits while others go on. The store
 may be away or slow: its calls run in helper threads, are tried again with growing patience, and hold up no
-acknowledgement. A lost object is named with its tasks, and nothing is leased from that lane until it is back.
+acknowledgement. What is lost, a frame that was changed or all of an object that is missing, is named with its tasks,
+and those rows alone wait until it is back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from fabric_pipelines.broker.facts import Fact, Kind, Uploaded
 from fabric_pipelines.broker.losses import rows_of, spans_of
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.replies import DamagedFrame
-from fabric_pipelines.broker.scrubbing import OF_AN_OBJECT, Scrubbing
+from fabric_pipelines.broker.scrubbing import AGAIN_SOON, OF_AN_OBJECT, Scrubbing
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import (
     FULL,
@@ -35,7 +36,7 @@ from fabric_pipelines.errors import (
     SettingsError,
     StorageFailed,
 )
-from fabric_pipelines.journal import Holding, Journal, ScrubSlice, Stub
+from fabric_pipelines.journal import Damage, Holding, Journal, ScrubSlice, Stub
 from fabric_pipelines.journal.segment import Segment
 
 Sequences = npt.NDArray[np.int64]
@@ -98,11 +99,13 @@ class ColdScrub:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A segment whose object cannot be relied on, and whose live tasks wait for it."""
+    """Frames up to and with `last_lsn` that cannot be had from their object, and whose live tasks wait for them: one that
+    was changed, or all of an object that is missing."""
 
     sentence: str
-    tasks: int
+    last_lsn: int
     again_s: float
+    all: bool = False
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class Tiering:
         self.journal, self.core, self.payloads = journal, core, payloads
         self.water, self.clock = water, clock
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.lost: dict[int, Lost] = {}
+        self.lost: dict[int, Lost] = {}  # by the first LSN
         self.scrubbing: Scrubbing | None = None
         self.covered_lsn: Callable[[], int] = lambda: 0
         self.checkpoint: Callable[[], None] = lambda: None
@@ -182,8 +185,8 @@ class Tiering:
             np.array([holding.first_lsn for holding in cold], np.int64),
             np.array([holding.last_lsn for holding in cold], np.int64),
         )
-        epochs = {holding.epoch for holding in cold}
-        self.lost = {epoch: lost for epoch, lost in self.lost.items() if epoch in epochs}
+        first = min((holding.first_lsn for holding in cold), default=self.journal.next_lsn)
+        self.lost = {lsn: lost for lsn, lost in self.lost.items() if lsn >= first}
 
     # -- the owner's clock
 
@@ -233,9 +236,12 @@ class Tiering:
     @property
     def last_fault(self) -> str:
         """What keeps the cold tier from its work now; empty when nothing does."""
-        lost = [lost.sentence for lost in self.lost.values()]
+        lost = self._said()
         jobs = (self._back, self._out, self._gone, self._again)
         return next(filter(None, [job.fault for job in jobs] + lost), "")
+
+    def _said(self) -> list[str]:
+        return [self.lost[lsn].sentence for lsn in sorted(self.lost)]
 
     # -- out
 
@@ -330,10 +336,7 @@ class Tiering:
         lsns, away = self._away(tasks)
         gone = np.isin(lsns, away)
         if not self._back.fault:
-            lost = [h for h in self.journal.holdings if h.epoch in self.lost]
-            gone &= np.logical_or.reduce(
-                [(lsns >= h.first_lsn) & (lsns <= h.last_lsn) for h in lost]
-            )
+            gone &= _within(lsns, self.lost)
         return gone if gone.any() else None
 
     def _away(self, tasks: Sequences) -> tuple[Sequences, list[int]]:
@@ -356,7 +359,7 @@ class Tiering:
     def why(self, tasks_wait: bool = True) -> NotFetched:
         """What to say to somebody who finds only lanes that wait."""
         if self.lost:
-            lost = min(self.lost.values(), key=lambda found: found.sentence)
+            lost = self.lost[min(self.lost)]
             return NotFetched(f"ColdLost: {lost.sentence}", retry_after_s=5.0)
         return NotFetched(
             "the next tasks are on their way from the cold tier"
@@ -365,20 +368,18 @@ class Tiering:
         )
 
     def is_lost(self, tasks: Sequences) -> bool:
-        """Whether rows of these tasks lie in a lost segment."""
+        """Whether rows of these tasks lie in lost frames."""
         lsns, _ = self.core.state.index.locate(tasks)
-        lost = [h for h in self.journal.holdings if h.epoch in self.lost]
-        return any(((lsns >= h.first_lsn) & (lsns <= h.last_lsn)).any() for h in lost)
+        return bool(_within(lsns, self.lost).any())
 
     def _fetch_next(self, now_s: float) -> None:
         if not self._wanted or not self._back.free(now_s):
             return
         wanted = np.array(list(self._wanted), np.int64)
+        waiting = {lsn: lost for lsn, lost in self.lost.items() if now_s < lost.again_s}
+        wanted = wanted[~_within(wanted, waiting)]
         parts, size = [], 0
         for segment, away in self.journal.away(wanted):
-            lost = self.lost.get(segment.epoch)
-            if lost is not None and now_s < lost.again_s:
-                continue
             taken = []
             for lsn in away:
                 if size < FETCH_BYTES:
@@ -392,7 +393,7 @@ class Tiering:
             self._start(
                 self._back,
                 lambda: [
-                    (segment, _attempt(_fetching(cold.fetch, segment, lsns)))
+                    (segment, _attempt(_fetching(cold.fetch_each, segment, lsns)))
                     for segment, lsns in parts
                 ],
             )
@@ -402,13 +403,12 @@ class Tiering:
         for segment, found in parts:
             if self.journal.sealed_segment(segment.epoch) is not segment:
                 continue  # dropped meanwhile
-            if isinstance(found, dict):
-                self.journal.cold.keep(found)
-                self.counters["cold_fetches"] += 1
-                self.counters["cold_fetched_bytes"] += sum(map(len, found.values()))
-                self.lost.pop(segment.epoch, None)
-                if self.scrubbing is not None:
-                    self.scrubbing.forget(lsn for lsn in found if not self._is_whole_lost(lsn))
+            if isinstance(found, tuple):
+                frames, damaged = found
+                self._came_back(segment, frames)
+                for lsn, fault in damaged.items():
+                    self.counters["cold_fetch_failures"] += 1
+                    self._lose_frame(segment, lsn, fault, now_s)
                 continue
             self.counters["cold_fetch_failures"] += 1
             if isinstance(found, ColdLost):
@@ -416,20 +416,54 @@ class Tiering:
             else:
                 self._failed(self._back, found, "tasks came back from the cold tier", now_s)
 
+    def _came_back(self, segment: Segment, frames: dict[int, memoryview]) -> None:
+        self.journal.cold.keep(frames)
+        self.counters["cold_fetches"] += bool(frames)
+        self.counters["cold_fetched_bytes"] += sum(map(len, frames.values()))
+        self._is_there(segment)
+        for lsn in frames:
+            self.lost.pop(lsn, None)
+        if self.scrubbing is not None:
+            self.scrubbing.forget(lsn for lsn in frames if not self._is_whole_lost(lsn))
+
+    def _is_there(self, segment: Segment) -> None:
+        """What is said of it as a whole is over; its frames are looked at one by one."""
+        known = self.lost.get(segment.first_lsn)
+        if known is not None and known.all:
+            del self.lost[segment.first_lsn]
+
+    def _lose_frame(self, segment: Segment, lsn: int, fault: ColdLost, now_s: float) -> None:
+        """Name the tasks that wait for this frame; its neighbours go on. In the words of the scrub."""
+        self._is_there(segment)
+        (place,) = fault.places
+        kind = segment.kinds[lsn - segment.first_lsn]
+        damage = Damage(place["segment"], place["offset"], place["end"], lsn, kind)
+        scrubbing = self.scrubbing
+        assert scrubbing is not None, "whoever reads cold segments has a list of what is damaged"
+        frame = scrubbing.frame_of(damage, cold=True)
+        said = frame.sentence.removeprefix(frame.segment)
+        sentence = f"object {frame.segment} of the cold tier{said}"
+        self.lost[lsn] = Lost(sentence, lsn, now_s + LOST_AGAIN_S)
+        if not any(known.last_lsn > known.lsn for known in self._listed(segment)):
+            scrubbing.name(damage, cold=True)
+
     def lose(self, segment: Segment, fault: ColdLost, now_s: float) -> None:
-        """Name the tasks that wait for this segment."""
+        """Name the tasks that wait for all of this object."""
         tasks = self.tasks_in(segment)
         ids = spans_of(self.core.state.task_ids(tasks))
         named = "".join(f"; {part}" for part in rows_of(self.core.state, tasks)[:3])
-        sentence = (
-            f"{fault}; {len(tasks)} tasks need it ({ids}{named}) and go on within half a minute after that"
-            if len(tasks)
-            else f"{fault}; no task needs it"
-        )
-        self.lost[segment.epoch] = Lost(sentence, len(tasks), now_s + LOST_AGAIN_S)
-        scrubbing = self.scrubbing
-        if scrubbing is not None and not scrubbing.among(segment.first_lsn, segment.last_lsn):
+        need = f"{len(tasks)} tasks need it ({ids}{named})" if len(tasks) else "no task needs it"
+        for lsn in range(segment.first_lsn, segment.last_lsn + 1):
+            self.lost.pop(lsn, None)
+        again_s = now_s + LOST_AGAIN_S
+        sentence = f"{fault}; {need}; {AGAIN_SOON}"
+        self.lost[segment.first_lsn] = Lost(sentence, segment.last_lsn, again_s, all=True)
+        if self.scrubbing is not None:
             self._list(segment)
+
+    def _listed(self, segment: Segment) -> list[DamagedFrame]:
+        assert self.scrubbing is not None
+        return self.scrubbing.among(segment.first_lsn, segment.last_lsn)
 
     def _list(self, segment: Segment) -> None:
         """Among what is damaged, as a whole: it is looked at again until it is back."""
@@ -538,11 +572,13 @@ class Tiering:
                 continue  # dropped meanwhile
             if isinstance(answer, ScrubSlice):
                 scrubbing.note(answer, cold=True)
-                if not scrubbing.among(segment.first_lsn, segment.last_lsn):
-                    self.lost.pop(segment.epoch, None)
+                self._is_there(segment)
+                bad = {damage.lsn for damage in answer.damaged}
+                for lsn in range(answer.first_lsn, answer.last_lsn + 1):
+                    if lsn not in bad:
+                        self.lost.pop(lsn, None)
             elif isinstance(answer, ColdLost):
                 self.lose(segment, answer, self.clock.monotonic_s())
-                self._list(segment)
             else:
                 raise answer
 
@@ -588,8 +624,19 @@ class Tiering:
             "cold_segments": len(cold),
             "cold_store": store.where if store is not None else "",
             "cold_fault": self.last_fault,
-            "cold_lost": [lost.sentence for lost in self.lost.values()],
+            "cold_lost": self._said(),
         }
+
+
+def _within(lsns: Sequences, lost: Mapping[int, Lost]) -> npt.NDArray[np.bool_]:
+    """Whether each lies in lost frames; their ranges never overlap."""
+    if not lost:
+        return np.zeros(len(lsns), np.bool_)
+    firsts = np.array(sorted(lost), np.int64)
+    lasts = np.array([lost[lsn].last_lsn for lsn in firsts.tolist()], np.int64)
+    at = np.searchsorted(firsts, lsns, side="right") - 1
+    inside: npt.NDArray[np.bool_] = (at >= 0) & (lsns <= lasts[np.maximum(at, 0)])
+    return inside
 
 
 def _touches(holding: Holding, lsns: Sequences) -> bool:

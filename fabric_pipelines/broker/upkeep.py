@@ -86,8 +86,10 @@ class Upkeep:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.disk_full = False
         self.base = restored.base
-        self.newest = restored.newest
+        self.newest, self.older = restored.newest, restored.older
         self._checkpoints, self._words, self._background = checkpoints, words, background
+        if self.older is not None and not checkpoints.holds(self.older):
+            self.older = None  # it went when the front of the log did
         self._behind = restored.tail_bytes
         self._underway: Future[CheckpointTaken | None] | None = None
         self._share = space.MOSTLY_DEAD
@@ -154,9 +156,16 @@ class Upkeep:
             self._checkpoints.release()
             self.counters["checkpoints"] += 1
             self._keep(taken, self.newest)
-            self.newest = taken
+            self.newest, self.older = taken, self.newest
             self._checkpoints.reserve(2 * taken.size)
         self._choose_front()
+
+    def kept(self) -> list[CheckpointTaken]:
+        """Of which files are here: of the newest, of the spare before it, of the one that the log begins behind."""
+        base = self.base
+        begins = [] if base is None else [CheckpointTaken(base.base, base.digest, 0)]
+        facts = [fact for fact in (self.newest, self.older, *begins) if fact is not None]
+        return list({fact.lsn: fact for fact in reversed(facts)}.values())
 
     def _keep(self, *facts: CheckpointTaken | None) -> None:
         lsns = {fact.lsn for fact in facts if fact is not None}
@@ -271,6 +280,7 @@ class Upkeep:
         self.base = fact
         self._finish_drop()
         self._keep(self.newest)
+        self.older = None
 
     def _finish_drop(self) -> None:
         """Do what the last DROP fact says; a crash may have come between."""

@@ -35,7 +35,11 @@ def verify(
         found = sentences or [str(fault)]
         return VerifyReport(False, state.index.count, state.frames, found, list(damaged))
     if isinstance(twin, str):
-        differences = [twin]
+        if (
+            sentences
+        ):  # the broker that runs knows what is lost here, and the damage says what to do
+            return VerifyReport(False, state.index.count, state.frames, sentences, list(damaged))
+        differences = [f"{twin}: restore that file from a copy, and verify again"]
     else:
         differences = state.differences(twin)
         parts = snapshot.take(state).differences(snapshot.take(twin))

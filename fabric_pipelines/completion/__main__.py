@@ -22,6 +22,7 @@ from fabric_pipelines.completion.text import Decoder
 from fabric_pipelines.dataplane.database import Database, database_url
 from fabric_pipelines.dataplane.governor import limits_of
 from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.dataplane.proof import require_landed
 from fabric_pipelines.dataplane.valve import Valve
 from fabric_pipelines.dataplane.watch import Watch
 from fabric_pipelines.dataplane.writer import Writer
@@ -67,6 +68,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
         more_targets=more,
         gate=valve,
         register=register,
+        require_landed=lambda settled, journal: require_landed(database, settled, journal),
         say=_say,
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fabric_pipelines.dataplane.s3_faults import is_of_the_client
 from fabric_pipelines.errors import StorageFailed, StoreUnreachable, storage_failed
+from fabric_pipelines.folders import make_folders
 from fabric_pipelines.journal import FileOps, ObjectStore, OsFileOps
 from fabric_pipelines.journal.files import read_exactly, write_all
 
@@ -42,7 +43,7 @@ class FolderStore:
         path = self._root / name
         beside = path.with_name(f"{path.name}.new")
         with self._asked("keep", name):
-            self._ops.make_folder(path.parent)
+            make_folders(path.parent, self._ops)
             if beside.name in self._ops.names(path.parent):
                 self._ops.unlink(beside)
             fd, at = self._ops.open(beside, create=True), 0

@@ -24,6 +24,7 @@ from fabric_pipelines.errors import (
     StorageFailed,
     VersionRefused,
 )
+from fabric_pipelines.folders import make_folders
 
 MAJOR_LEAST = 15
 STATE_DIR = Path("/var/lib/fabric-pipelines")
@@ -142,7 +143,7 @@ def passable(path: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
     except OSError as fault:
         raise StorageFailed(
             f"the folder {folder} cannot be made ({fault.strerror}); set FABRIC_HOME to a place "

@@ -67,7 +67,8 @@ insert into fabric.journals (journal_id, incarnation) values (%(journal_id)s, %(
 -- name: snapshot
 select pg_current_snapshot()::text,
        case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end::text,
-       (select timeline_id from pg_control_checkpoint());
+       (select timeline_id from pg_control_checkpoint()),
+       fabric.relation_files(%(oid)s::oid);
 
 -- name: column_types
 select attname, format_type(atttypid, null), attrelid::bigint
@@ -310,6 +311,31 @@ from (
 where not exists (select from {table} where task_id = id)
   and not exists (select from fabric.dead_letters where task_id = id)
 
+-- name: never_landed
+select lower(run), upper(run)
+from unnest(
+    %(ids)s::int8multirange
+    - coalesce(
+        (
+            select range_agg(coalesce(ids, int8multirange(int8range(first_task, last_task, '[]'))))
+            from fabric.acks
+            where last_task >= %(first)s and first_task < %(end)s and (ids is not null or %(whole)s)
+        ),
+        '{}'
+    )
+    - coalesce((select range_agg(ids) from fabric.given_up), '{}')
+) as missing (run)
+order by 1
+
+-- name: give_up
+insert into fabric.given_up (ids, tasks) values (%(ids)s::int8multirange, %(tasks)s);
+
+-- name: has_given_up
+select to_regclass('fabric.given_up')::text;
+
+-- name: count_given_up
+select coalesce(sum(tasks), 0)::bigint from fabric.given_up;
+
 -- name: read_results
 select {columns} from {table} where {filter} order by task_id
 
@@ -408,8 +434,8 @@ copy (
 )
 
 -- name: record_audit
-insert into fabric.shard_audit (shard, generation, snapshot, inserted, updated, deleted)
-select %(shard)s, %(generation)s, %(snapshot)s::pg_snapshot,
+insert into fabric.shard_audit (shard, generation, snapshot, relation_files, inserted, updated, deleted)
+select %(shard)s, %(generation)s, %(snapshot)s::pg_snapshot, %(relation_files)s,
        fabric.as_ranges(%(inserted)s::bigint[]), fabric.as_ranges(%(updated)s::bigint[]),
        fabric.as_ranges(%(deleted)s::bigint[]);
 

@@ -75,7 +75,8 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class SourceState:
     """A source as one transaction saw it. encoding: wire form under the digest (halfvec, vector, bytea).
-    engine_fingerprints: every one that made a row of it, sorted; none where the relation does not say."""
+    engine_fingerprints: every one that made a row of it, sorted; none where the relation does not say.
+    relation_files: the files that the rows lay in; others may hold other rows, though no trigger fired."""
 
     source: Source
     cluster_id: str
@@ -88,6 +89,7 @@ class SourceState:
     timeline: int
     content: ContentHash
     engine_fingerprints: tuple[str, ...] = ()
+    relation_files: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The `source` part of a receipt (no floats)."""
@@ -120,6 +122,7 @@ class SourceState:
         return {
             "hash_version": version,
             "engine_fingerprints": list(self.engine_fingerprints),
+            "relation_files": self.relation_files,
         }
 
 
@@ -222,7 +225,7 @@ def state_of(
     engine_fingerprints: Sequence[str],
 ) -> SourceState:
     """The state with the snapshot of the connection's transaction."""
-    row = connection.execute(query("snapshot")).fetchone()
+    row = connection.execute(query("snapshot"), {"oid": described.oid}).fetchone()
     assert row is not None
     identity = database.identity
     return SourceState(
@@ -237,6 +240,7 @@ def state_of(
         timeline=int(row[2]),
         content=content,
         engine_fingerprints=tuple(engine_fingerprints),
+        relation_files=row[3],
     )
 
 

@@ -152,11 +152,6 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
     """Ids in the log since generation `generation` of shard `name` was read, and their rows as they are now.
     UsageError when that generation is not the current one."""
     with database.session() as connection, frozen(connection):
-        log = connection.execute(query("movement"), {"shard": name}).fetchone()
-        if log is None or log[0] != generation:
-            raise UsageError(
-                f"generation {generation} of shard {name!r} is not the current one; read again"
-            )
         ids = _ids_of(copy_bytes(connection, compose("copy_moved_ids", shard=sql.Literal(name))))
         chosen = compose(
             "in_moved_ids", id=sql.Identifier(source.id_column), shard=sql.Literal(name)
@@ -165,6 +160,12 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
         rows = copy_rows(connection, source, described.encoding, chosen)
         made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)
+        # last: from the read on the relation is locked against a rewrite, which a snapshot does not hide
+        log = connection.execute(query("movement"), {"shard": name}).fetchone()
+        if log is None or log[0] != generation:
+            raise UsageError(
+                f"generation {generation} of shard {name!r} is not the current one; read again"
+            )
     return Moved(state, ids, rows, log[1] == "complete" and not log[2])
 
 
@@ -186,11 +187,17 @@ def record_audit(
     generation: int,
     snapshot: str,
     *,
+    relation_files: str | None,
     inserted: Ids,
     updated: Ids,
     deleted: Ids,
 ) -> None:
-    values = {"shard": name, "generation": generation, "snapshot": snapshot}
+    values = {
+        "shard": name,
+        "generation": generation,
+        "snapshot": snapshot,
+        "relation_files": relation_files,
+    }
     ids = {"inserted": inserted, "updated": updated, "deleted": deleted}
     with database.session() as connection:
         connection.execute(

@@ -17,7 +17,7 @@ from fabric_pipelines.errors import ColdLost, CorruptionFound, SettingsError, St
 from fabric_pipelines.journal.damage import Place
 from fabric_pipelines.journal.files import FileOps, aligned_buffer, read_exactly
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, Control, crc32c
-from fabric_pipelines.journal.scrub import ScrubSlice, scrub_frames
+from fabric_pipelines.journal.scrub import ScrubSlice, damage_at, scrub_frames
 from fabric_pipelines.journal.segment import (
     Segment,
     Source,
@@ -142,19 +142,35 @@ class ColdTier:
 
     def fetch(self, segment: Segment, lsns: Sequence[int]) -> dict[int, memoryview]:
         """The frames, each as it was written. ColdLost if one is missing or something else."""
+        found, damaged = self.fetch_each(segment, lsns)
+        for fault in damaged.values():
+            raise fault
+        return found
+
+    def fetch_each(
+        self, segment: Segment, lsns: Sequence[int]
+    ) -> tuple[dict[int, memoryview], dict[int, ColdLost]]:
+        """(the frames that are what was written, what to say of each that is not): one damaged frame costs itself, not
+        its neighbours. ColdLost if the object is missing or of another size, so that nothing in it can be relied on."""
         self._require_known(segment)
         found: dict[int, memoryview] = {}
+        damaged: dict[int, ColdLost] = {}
         for first, last in _close_runs(segment, sorted(lsns)):
             begin = segment.offsets[first - segment.first_lsn]
             end = segment.offsets[last - segment.first_lsn] + segment.extent(last)
             part = self._read(segment, begin, end - begin)
             for lsn in lsns:
                 if first <= lsn <= last:
-                    at = segment.offsets[lsn - segment.first_lsn] - begin
-                    frame = part[at : at + segment.extent(lsn)]
-                    self._require_frame(segment, lsn, frame)
-                    found[lsn] = frame
-        return found
+                    offset = segment.offsets[lsn - segment.first_lsn]
+                    frame = part[offset - begin : offset - begin + segment.extent(lsn)]
+                    source = _Part(frame, offset)
+                    if self._is_own(segment, lsn, source):
+                        found[lsn] = frame
+                    else:
+                        if not damaged:
+                            self._require_size(segment)
+                        damaged[lsn] = self._changed(segment, lsn, source)
+        return found, damaged
 
     def _read(self, segment: Segment, offset: int, length: int) -> memoryview:
         """Aligned as in the file."""
@@ -163,10 +179,10 @@ class ColdTier:
         buffer[: len(raw)] = raw
         return buffer[: len(raw)].toreadonly()
 
-    def _require_frame(self, segment: Segment, lsn: int, part: memoryview) -> None:
-        found = frame_at(_Part(part, 0), 0, epoch=segment.epoch, salt=self._salt)
-        if found is None or not segment.is_own(lsn, found.header):
-            raise self.lost(segment, lsn)
+    def _is_own(self, segment: Segment, lsn: int, source: Source) -> bool:
+        offset = segment.offsets[lsn - segment.first_lsn]
+        found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt)
+        return found is not None and segment.is_own(lsn, found.header)
 
     def _require_known(self, segment: Segment) -> None:
         """Its stub is of a time when those said nothing of single frames: one whole read of the object, compared with
@@ -188,7 +204,7 @@ class ColdTier:
     def _require_put(self, segment: Segment, window: _StoreWindow) -> None:
         stub = self.stubs.get(segment.epoch)
         if stub is None:  # dropped meanwhile, and removed: the object went before its stub did
-            raise self.lost(segment, segment.first_lsn)
+            raise self._missing(segment) or self._foreign(segment)
         if window.crc_of_all() != stub.crc:
             raise self._foreign(segment)
 
@@ -196,8 +212,12 @@ class ColdTier:
         self._require_size(segment)
         return self._lost(segment, f"is not what was put: {_span(segment)} cannot be relied on")
 
-    def lost(self, segment: Segment, lsn: int) -> ColdLost:
-        """What to say of a frame that cannot be had, looking once whether the object is there at all."""
+    def lost(self, segment: Segment, lsn: int, source: Source) -> ColdLost:
+        """What to say of a frame that was read from `source` and is not what was written, looking once whether the object
+        is there at all."""
+        return self._missing(segment) or self._changed(segment, lsn, source)
+
+    def _missing(self, segment: Segment) -> ColdLost | None:
         store, name = self._require_store(), self.object_name(segment.epoch)
         size, wanted, whole = store.size(name), segment.end, _span(segment)
         if size is None:
@@ -205,10 +225,15 @@ class ColdTier:
         if size != wanted:
             what = f"has {size} bytes, {wanted} were put: {whole} cannot be relied on"
             return self._lost(segment, what)
-        begin = segment.offsets[lsn - segment.first_lsn]
-        end = begin + segment.extent(lsn)
+        return None
+
+    def _changed(self, segment: Segment, lsn: int, source: Source) -> ColdLost:
+        at, address = lsn - segment.first_lsn, self.address(segment.epoch)
+        begin = segment.offsets[at]
+        extent = begin, begin + segment.extent(lsn)
+        end = damage_at(source, segment, at, extent, self._salt, name=address).end
         what = f"was changed at offset {begin} (bytes {begin}..{end}): LSN {lsn} cannot be read"
-        return self._lost(segment, what, Place(begin, end, lsn, lsn))
+        return self._lost(segment, what, Place(begin, end, lsn, lsn, segment.kinds[at]))
 
     def _lost(self, segment: Segment, what: str, place: Place | None = None) -> ColdLost:
         """`place`: all of the object, if it is not told."""
@@ -265,8 +290,8 @@ class ColdTier:
         return self._scrub(segment, window, lsn - segment.first_lsn, 1)
 
     def _require_size(self, segment: Segment) -> None:
-        if self._require_store().size(self.object_name(segment.epoch)) != segment.end:
-            raise self.lost(segment, segment.first_lsn)
+        if (missing := self._missing(segment)) is not None:
+            raise missing
 
     def _scrub(self, segment: Segment, window: Window, at: int, budget_bytes: int) -> ScrubSlice:
         name = self.address(segment.epoch)

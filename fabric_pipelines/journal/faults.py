@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 from fabric_pipelines.errors import AlreadyRunning, StorageFailed
+from fabric_pipelines.folders import make_folders
 from fabric_pipelines.journal.files import FileOps
 
 LOCK = "lock"
@@ -15,7 +16,7 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 def take_lock(ops: FileOps, folder: Path) -> int:
     """The lock of a journal's folder, which is made if need be. AlreadyRunning if another process has it."""
-    ops.make_folder(folder)
+    make_folders(folder, ops)
     try:
         return ops.lock(folder / LOCK)
     except BlockingIOError:

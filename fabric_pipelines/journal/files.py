@@ -20,6 +20,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from fabric_pipelines.folders import FolderOps, OsFolders
+
 T = TypeVar("T")
 IOV_MAX = 1024  # Linux UIO_MAXIOV; a longer vector is EINVAL
 
@@ -34,10 +36,7 @@ class FileStatus:
     size: int
 
 
-class FileOps(Protocol):
-    def make_folder(self, folder: Path) -> None:
-        """Create it and its parents, durably."""
-
+class FileOps(FolderOps, Protocol):
     def names(self, folder: Path) -> list[str]: ...
     def read_bytes(self, path: Path) -> bytes: ...
     def lock(self, path: Path) -> int:
@@ -55,7 +54,6 @@ class FileOps(Protocol):
     def preadv(self, fd: int, buffer: memoryview, offset: int) -> int: ...
     def fdatasync(self, fd: int) -> None: ...
     def fsync(self, fd: int) -> None: ...
-    def fsync_folder(self, folder: Path) -> None: ...
     def rename(self, source: Path, target: Path) -> None: ...
     def unlink(self, path: Path) -> None: ...
     def free_bytes(self, folder: Path) -> int:
@@ -122,14 +120,8 @@ def _limit_lifted() -> Iterator[None]:
 _reserve = _Reserve(8)
 
 
-class OsFileOps:
+class OsFileOps(OsFolders):
     """Linux."""
-
-    def make_folder(self, folder: Path) -> None:
-        missing = [level for level in (folder, *folder.parents) if not level.exists()]
-        for level in reversed(missing):
-            level.mkdir(exist_ok=True)
-            self.fsync_folder(level.parent)
 
     def names(self, folder: Path) -> list[str]:
         return _reserve.call(lambda: sorted(entry.name for entry in folder.iterdir()))
@@ -184,13 +176,9 @@ class OsFileOps:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
-    def fsync_folder(self, folder: Path) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        fd = _reserve.call(lambda: os.open(folder, flags))
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    def _opened(self, folder: Path) -> int:
+        opening = super()._opened
+        return _reserve.call(lambda: opening(folder))
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)

@@ -47,9 +47,10 @@ from fabric_pipelines.journal.frame import (
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.index import index_of, write_index
 from fabric_pipelines.journal.life import Life
+from fabric_pipelines.journal.mending import Mended, mend
 from fabric_pipelines.journal.pending import Pending
 from fabric_pipelines.journal.recovery import Recovered, RecoveryReport, recover
-from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice
+from fabric_pipelines.journal.scrub import Scrubber, ScrubSlice, damage_at
 from fabric_pipelines.journal.segment import (
     FIRST_FRAME_OFFSET,
     Holding,
@@ -430,6 +431,15 @@ class Journal:
         with self._failing_stops("scrubbing"):
             return self._scrubber.slice(sealed, budget_bytes)
 
+    def mend(self) -> list[Mended]:
+        """The files beside the segments that were not what was written, and are again. StorageFailed if one cannot be
+        read or written."""
+        self._require_working()
+        identity = Identity(self.journal_id, self.incarnation, self._format)
+        cold = [self.cold.stubs[segment.epoch] for segment in self._segments if segment.cold]
+        with self._failing_stops("scrubbing"):
+            return mend(self._ops, self.folder, identity, cold)
+
     def close(self) -> None:
         """Let go of files and lock. Idempotent. An uncommitted group is dropped: nobody was told it is kept."""
         self._group, self._group_bytes = [], 0
@@ -464,8 +474,11 @@ class Journal:
             raise self._stop(fault, "reading") from fault
         if found is None or not segment.is_own(lsn, found.header):
             if segment.cold:
-                raise self.cold.lost(segment, lsn)
-            place = Place(offset, offset + segment.extent(lsn), lsn, lsn)
+                raise self.cold.lost(segment, lsn, source)
+            extent, name = (offset, offset + segment.extent(lsn)), str(segment.path)
+            at = lsn - segment.first_lsn
+            end = damage_at(source, segment, at, extent, self._salt, name=name).end
+            place = Place(offset, end, lsn, lsn)
             raise CorruptionFound(
                 f"segment {segment.path} is damaged at offset {offset}: LSN {lsn} cannot be read; restore "
                 "the file from a copy",

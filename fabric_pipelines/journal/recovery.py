@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def recover(
     stubs, damaged = read_stubs(ops, folder, identity.uuid_bytes)
     cold = {epoch: _of_stub(folder, stub, identity) for epoch, stub in stubs.items()}
     live = _live(folder, cold | candidates, tail.low_epoch, max(candidates), damaged, unreadable)
-    for candidate in live:
-        _refuse_shortened(candidate)
+    for candidate, following in pairwise(live):
+        _refuse_shortened(candidate, following.start.last_lsn)
 
     scans = [_scan_of(ops, candidate, identity, salt, lazy) for candidate in live[:-1]]
     scans.append(tail)
@@ -373,15 +374,16 @@ def _beyond(window: Window, start: int, epoch: int, salt: int) -> Beyond:
     return Beyond(frames, last_lsn, durable_lsn, opens)
 
 
-def _refuse_shortened(candidate: Candidate) -> None:
-    """No crash shortens a file: its size was durable before the frame that says so was written. What is missing would
+def _refuse_shortened(candidate: Candidate, last_lsn: int = TO_THE_END) -> None:
+    """`last_lsn`: where the next segment says that this one ends. No crash shortens a file: its size was durable before the frame that says so was written. What is missing would
     else pass for a torn tail, acknowledged or not."""
     if candidate.size < candidate.least:
         first = candidate.start.last_lsn + 1
+        end = "on" if last_lsn == TO_THE_END else f"to LSN {last_lsn}"
         raise CorruptionFound(
             f"segment {candidate.path} was cut short to {candidate.size} bytes, its size is {candidate.least}: what "
-            f"was acknowledged from LSN {first} on may be gone; restore the file from a copy",
-            [_rest(candidate, 0, first, TO_THE_END)],
+            f"was acknowledged from LSN {first} {end} may be gone; restore the file from a copy",
+            [_rest(candidate, 0, first, last_lsn)],
         )
 
 
@@ -432,15 +434,16 @@ def _live(
     """Segments low_epoch..newest without a gap, here or in the cold tier."""
     live: list[Candidate] = []
     for epoch in range(low_epoch, max(candidates) + 1):
-        if epoch not in candidates and epoch in damaged:
-            raise CorruptionFound(
-                f"{damaged[epoch]} is damaged, and the segment of epoch {epoch} is nowhere else in {folder}: "
-                "restore that file from a copy"
-            )
         if epoch not in candidates or epoch > newest:
             after = min(later for later in candidates if later >= epoch)
             first = live[-1].start.last_lsn + 1 if live else 1
             gone = Place(0, 0, first, candidates[after].start.last_lsn)
+            if epoch not in candidates and epoch in damaged:
+                raise CorruptionFound(
+                    f"{damaged[epoch]} is damaged, and the segment of epoch {epoch} is nowhere else in {folder}: LSN "
+                    f"between {first} and {gone.last_lsn} cannot be read; restore that file from a copy",
+                    [gone.as_json(damaged[epoch])],
+                )
             raise CorruptionFound(
                 f"the segment of epoch {epoch} in {folder} is missing or its first bytes are damaged: LSN "
                 f"between {first} and {gone.last_lsn} cannot be read{_suspects(unreadable)}; restore "

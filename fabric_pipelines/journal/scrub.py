@@ -91,14 +91,22 @@ def scrub_frames(
         if bad is None:
             segment.mark_read(segment.first_lsn + at)
         else:
-            header = unpack_header(window.at(bad, HEADER_BYTES), salt)
-            known = (header.kind, bad + header.frame_bytes) if header is not None else (0, end)
-            kind = segment.kinds[at] if bad == segment.offsets[at] else known[0]
-            lsn = segment.first_lsn + at
-            damaged.append(Damage(name, bad, min(known[1], end), lsn, kind))
+            damaged.append(damage_at(window, segment, at, (bad, end), salt, name=name))
         seen += end - start
         at += 1
     return ScrubSlice(seen, at - first, tuple(damaged), segment.first_lsn + first), at
+
+
+def damage_at(
+    source: Source, segment: Segment, at: int, extent: tuple[int, int], salt: int, *, name: str
+) -> Damage:
+    """What to say of the frame that begins `extent` and is not what was written: the data frame `at`, or a control frame
+    next to it. Whoever finds it says the same."""
+    bad, end = extent
+    header = unpack_header(source.at(bad, HEADER_BYTES), salt)
+    known = (header.kind, bad + header.frame_bytes) if header is not None else (0, end)
+    kind = segment.kinds[at] if bad == segment.offsets[at] else known[0]
+    return Damage(name, bad, min(known[1], end), segment.first_lsn + at, kind)
 
 
 def _first_bad(

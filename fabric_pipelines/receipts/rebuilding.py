@@ -54,12 +54,15 @@ PARAMETERS = ("lists", "seed", "metric", "iterations", "lists_per_block")
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """`ok` unless the verdict is "different"; there may be differences all the same."""
+    """verdict: of the rows and the recipe, against what the receipt says. damage: what is wrong with the files of the
+    generation itself, which a good verdict does not heal; among `differences` too. `ok` unless the verdict is
+    "different" or there is damage; there may be other differences all the same."""
 
     ok: bool
     verdict: Verdict
     receipt_id: str
     differences: tuple[Difference, ...]
+    damage: tuple[Difference, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,7 +109,8 @@ def rebuild(
         original.close()
     if moved:
         verdict = "different"
-    return Rebuild(verdict != "different", verdict, row.receipt_id, (*differences, *found))
+    ok = verdict != "different" and not damage
+    return Rebuild(ok, verdict, row.receipt_id, (*differences, *found), tuple(damage))
 
 
 def compare(

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.dataplane.content_hash import BUCKETS, HASH_VERSION, ContentHash
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import Source
@@ -35,6 +34,7 @@ from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation, shard_folder, sweep, write_generation
 from fabric_pipelines.shards.increment import Change, Grown, change_of, grow
 from fabric_pipelines.shards.manifest import ShardManifest
+from fabric_pipelines.shards.probing import K, probed
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
@@ -42,10 +42,8 @@ MOVED_FRACTION_MAX = 0.30
 TOMBSTONE_FRACTION_MAX = 0.20
 IMBALANCE_MAX = 4.0
 EMPTY_FRACTION_MAX = 0.10
-RECALL_DROP_MAX = 0.01
 LAYERS_MAX = 16  # each is one more piece of every list that a probe reads
 WORSE_THAN_BUILT = 1.1  # a corpus that was lopsided when it was built is not lopsided by what moved
-QUERIES, K = 64, 10
 PARAMETERS = ("lists", "seed", "metric", "iterations", "lists_per_block")
 
 
@@ -130,6 +128,7 @@ def audit(db: Database | VectorStore, root: Path, name: str) -> Audit:
         name,
         generation.number,
         moved.state.snapshot,
+        relation_files=moved.state.relation_files,
         inserted=inserted,
         updated=updated,
         deleted=deleted,
@@ -151,16 +150,6 @@ def spec_of(manifest: ShardManifest) -> IndexSpec:
     """The parameters that the generation was cut by; new centroids are trained."""
     index = manifest.recipe["index"]
     return IndexSpec(**{name: index[name] for name in PARAMETERS})
-
-
-def probed_recall(shard: Shard) -> float:
-    """recall@10 of probed search against exact search, over rows at even distance by id."""
-    ids = shard.stored_ids()
-    places = np.flatnonzero(shard.alive)
-    places = places[np.argsort(ids[places])]
-    chosen = np.linspace(0, len(places) - 1, min(QUERIES, len(places))).astype(np.int64)
-    xq = shard.rows_at(places[chosen]).vectors
-    return recall_at_k(shard.search(xq, K, exact=False).I, shard.search(xq, K).I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +214,7 @@ class _Refresh:
                 self.lease.name,
                 self.row.generation,
                 moved.state.snapshot,
+                relation_files=moved.state.relation_files,
                 inserted=none,
                 updated=none,
                 deleted=none,
@@ -239,7 +229,7 @@ class _Refresh:
             return self.full("the vectors have another dimension")
         require_made_by(moved.state, self.recipe)
         before = self.current.increment
-        recall = before.base_recall if before else f"{probed_recall(parent):.4f}"
+        recall = before.base_recall if before else f"{probed(parent).recall:.4f}"
         grown = grow(parent, change, recall)
         why = _why_unsound(parent, grown)
         if why:
@@ -271,8 +261,8 @@ class _Refresh:
         generation = Generation(folder, manifest, sha256, linked)
         assert manifest.increment is not None
         with Shard(generation) as made:
-            drop = float(manifest.increment.base_recall) - probed_recall(made)
-        if drop > RECALL_DROP_MAX:
+            drop = probed(made).fell(float(manifest.increment.base_recall))
+        if drop:
             self.disk.remove_folder(folder)
             return self.full(f"recall@{K} of probed search fell by {drop:.3f}")
         self.store.publish_generation(

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.folders import make_folders
 from fabric_pipelines.settings import SUPERVISOR_LOCK, Settings, make_runtime_folder
 
 MARK_NAME = "FABRIC_SUPERVISED"
@@ -84,8 +85,9 @@ class Place:
 
     def make(self) -> None:
         try:
+            make_folders(self.home)
             make_runtime_folder(self.runtime_dir)
-            self.log_dir.mkdir(parents=True, exist_ok=True)
+            make_folders(self.log_dir)
         except OSError as fault:
             raise StorageFailed(
                 f"{fault.filename} cannot be created ({fault.strerror}): choose another folder with FABRIC_HOME"

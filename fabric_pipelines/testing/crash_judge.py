@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -50,7 +51,12 @@ from fabric_pipelines.testing.sim_disk import (
 
 TORN_EACH = 400
 STILL = Clock(lambda: 0.0, lambda: 0)  # an open writes the time, and the chain covers it
-NAMED_BY_VERIFY = ("is damaged in its ", "is missing or not the one", "the base of the log is lost")
+NAMED_BY_VERIFY = (
+    "is damaged in its ",
+    "is missing or not the one",
+    "the base of the log is lost",
+    "the broker that runs ",
+)
 LOST, DOUBLED, UNBALANCED = "lost", "doubled", "unbalanced"
 
 
@@ -67,11 +73,31 @@ def require(holds: bool, kind: str, sentence: str) -> None:
         raise Broken(kind, sentence)
 
 
+@contextmanager
+def verdict(where: str) -> Iterator[None]:
+    """What a broker met with, as the promise that was broken."""
+    try:
+        yield
+    except Broken as broken:
+        raise Broken(broken.kind, f"{where}{broken}") from broken
+    except (CorruptionFound, NotFetched) as fault:
+        raise Broken(LOST, f"{where}{fault}") from fault
+    except (BalanceBroken, AssertionError) as fault:
+        raise Broken(UNBALANCED, f"{where}{fault}") from fault
+
+
+def lived(life: Life) -> Life:
+    """`life`, lived to its end. Broken if it met with what no crash of it explains."""
+    with verdict("in the recorded life itself: "):
+        return life.run()
+
+
 def digest_of(image: Image) -> bytes:
     mark = hashlib.blake2b(digest_size=16)
     for path, inode in sorted(image.entries.items()):
         mark.update(str(path).encode())
         mark.update(_digest(image.contents.get(inode, b"")))
+    mark.update("\n".join(sorted(map(str, image.folders))).encode())
     return mark.digest()
 
 
@@ -127,6 +153,15 @@ class Judge:
         for state in states:
             self.judge(state)
 
+    def live(self) -> list[str]:
+        """Lives the life, as far as it can be; a sentence if it broke a promise of itself."""
+        try:
+            lived(self.life)
+        except Broken as broken:
+            self.broken[broken.kind] += 1
+            return [str(broken)]
+        return []
+
     def count(self, states: Iterable[CrashState]) -> list[str]:
         """Judges all of them and returns a sentence for each that broke a promise."""
         found = []
@@ -146,17 +181,11 @@ class Judge:
         self._judged.add((mark, acked, recorded))
         self.states.add(mark)
         where = f"after {state.after_ops} operations, {state.story}: "
-        try:
+        with verdict(where):
             key = acked, *self._log_in(SimDisk(state.image), recorded)
             if key not in self.logs:
                 self.logs.add(key)
                 self._live_on(SimDisk(state.image), acked)
-        except Broken as broken:
-            raise Broken(broken.kind, f"{where}{broken}") from broken
-        except (CorruptionFound, NotFetched) as fault:
-            raise Broken(LOST, f"{where}{fault}") from fault
-        except (BalanceBroken, AssertionError) as fault:
-            raise Broken(UNBALANCED, f"{where}{fault}") from fault
 
     def judge_flip(self, state: CrashState) -> bool:
         """Whether damage was refused by name, at the start or when it was met; else nothing was lost by it."""
@@ -197,7 +226,7 @@ class Judge:
             chain, first_lsn, last_lsn = journal._chain, journal.first_lsn, journal.durable_lsn
             places = [s.offsets.tobytes() + s.kinds.tobytes() for s in journal._segments]
             known = {journal.cold.object_name(epoch) for epoch in journal.cold.stubs}
-            there = disk.names(COLD / journal.journal_id)
+            there = names_in(disk, COLD / journal.journal_id)
             unknown = {
                 f"{journal.journal_id}/{name.removesuffix('.new')}" for name in there
             } - known
@@ -313,7 +342,14 @@ class Judge:
 
 
 def content_of(disk: SimDisk, path: Path) -> bytes:
-    return disk.read_bytes(path) if path.name in disk.names(path.parent) else b""
+    return disk.read_bytes(path) if path.name in names_in(disk, path.parent) else b""
+
+
+def names_in(disk: SimDisk, folder: Path) -> list[str]:
+    try:
+        return disk.names(folder)
+    except FileNotFoundError:
+        return []
 
 
 def flips_of(state: CrashState, *, suffixes: tuple[str, ...], every: int) -> Iterator[CrashState]:

@@ -8,6 +8,8 @@ up before a sync, segments that go cold, come back and are dropped. The disk rem
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fabric_pipelines.broker.facts import Kind
 from fabric_pipelines.broker.tiering import Water
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.errors import NotFetched
+from fabric_pipelines.folders import make_folders
 from fabric_pipelines.journal import FileOps, ObjectStore
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES
 from fabric_pipelines.records.batch import Budget
@@ -46,7 +49,7 @@ from fabric_pipelines.testing.sim_disk import (
 SEGMENT_BYTES = 5 * 4096
 SLOW = "slow@engine"
 FOLDER = Path("/simulated/journal")
-COLD = Path("/simulated/cold")
+COLD = Path("/elsewhere/cold")  # no folder of the journal's leads there
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Life:
     abandoned: set[int] = field(default_factory=set)
 
     def run(self) -> Life:
+        for folder in (FOLDER, COLD):
+            self.die_in_making(folder)
         self.bench = self.bench_again()
         self.promise()
         self._live()
@@ -205,6 +210,17 @@ class Life:
         self.bench.owner.idle()
         self.disk.note("recorded", self.bench.disk.durable_lsn)
 
+    @contextmanager
+    def _dying(self, call: str, count: int = 0) -> Iterator[None]:
+        """Before that sync; a source that never asks for it lives on until the end of this, and is judged by what it
+        leaves like any other."""
+        self.disk.kill_at_sync(count, call)
+        try:
+            yield
+        except ProcessKilled:
+            self.counters[f"killed_before_{call}"] += 1
+        self.disk.restart()
+
     def _note(self) -> None:
         """What there is to see before this process ends."""
         upkeep, tiering = self.bench.owner.upkeep, self.bench.tiering
@@ -284,16 +300,16 @@ class Life:
         self.requeue(ids)
         self.report(self.lease(1))
 
+    def die_in_making(self, folder: Path) -> None:
+        """The process is killed when folders were made and none above them synced; the next one finds them there."""
+        with self._dying("fsync_folder"):
+            make_folders(folder, self.ops or self.disk)
+
     def die_in_a_roll(self) -> None:
         """The process is killed between the write of the SEAL frame and its sync; the next one finds it in the cache."""
         self._note()
-        self.disk.kill_at_sync(1)  # the first is that of the new segment
-        try:
+        with self._dying("fdatasync", 1):  # the first is that of the new segment
             self.bench.disk.roll()
-        except ProcessKilled:
-            self.disk.restart()
-        else:
-            raise AssertionError("the roll was over before it was to be cut short")
         self.bench.crash()
         self.promise()
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 from fabric_pipelines.errors import BrokerUnavailable
 from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.settled import Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class ScriptedComputed:
         self._answer()
         settled = Ledger(retired=Amount(len(self.retired)), dead=Amount(len(self.buried)))
         return ScriptedStatus(settled)
+
+    def settled(self) -> Settled:
+        ids = np.array(sorted(self.retired.keys() | self.buried.keys()), np.int64)
+        return Settled(ids, ids + 1, np.zeros_like(ids), {0: ("f" * 64, "generate")})
 
     def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
         self._answer()

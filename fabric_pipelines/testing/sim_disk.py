@@ -2,7 +2,7 @@
 
 The model is what POSIX promises, no more. A write not yet synced may be on the disk in any subset of its
 512-byte sectors, whatever later writes did; a name made, moved or removed may be lost until its folder is
-synced; a failed fsync drops what it should have written and says nothing later. `kill -9` tests cannot show
+synced, and with the name of a folder all that is below it; a failed fsync drops what it should have written and says nothing later. `kill -9` tests cannot show
 any of this, since the page cache survives them. Refuses to model a sector that is itself half written, but
 for the torn states, which cut the last write at each byte.
 """
@@ -25,6 +25,11 @@ NEIGHBOURS = 6  # pending writes that are tried alone and left out, newest first
 class Create:
     path: Path
     inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeFolder:
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,11 @@ class SyncFolder:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
+    """Of this file: never of an older one that had the name of `source` when the platter was last told."""
+
     source: Path
     target: Path
+    inode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +82,38 @@ class Note:
     value: int
 
 
-EntryOp = Create | Rename | Unlink
+EntryOp = MakeFolder | Create | Rename | Unlink
 ContentOp = Allocate | Write
 
 
 @dataclass(slots=True)
 class Image:
-    """What is on a platter: names and contents."""
+    """What is on a platter: names of files and of folders, and contents. The root is always there."""
 
     entries: dict[Path, int] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
+    folders: set[Path] = field(default_factory=set)
+
+    def has_folder(self, folder: Path) -> bool:
+        return folder in self.folders or folder == folder.parent
+
+    def drop_unreachable(self) -> None:
+        """What no folder leads to is gone, whatever of it was synced."""
+        self.folders = {
+            path for path in self.folders if all(map(self.has_folder, (path, *path.parents)))
+        }
+        self.entries = {
+            path: inode for path, inode in self.entries.items() if self.has_folder(path.parent)
+        }
 
     def apply_entry(self, op: EntryOp) -> None:
-        if isinstance(op, Create):
+        if isinstance(op, MakeFolder):
+            self.folders.add(op.path)
+        elif isinstance(op, Create):
             self.entries[op.path] = op.inode
         elif isinstance(op, Rename):
-            inode = self.entries.pop(op.source, None)
-            if inode is not None:
-                self.entries[op.target] = inode
+            if self.entries.get(op.source) == op.inode:
+                self.entries[op.target] = self.entries.pop(op.source)
         else:
             self.entries.pop(op.path, None)
 
@@ -104,7 +126,7 @@ class Image:
         self.contents[op.inode] = old[: op.offset] + op.content + old[op.offset + len(op.content) :]
 
     def copy(self) -> Image:
-        return Image(dict(self.entries), dict(self.contents))
+        return Image(dict(self.entries), dict(self.contents), set(self.folders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +166,7 @@ class SimDisk:
         self._lying = frozenset(lying)
         self._failing = dict(failing or {})
         self._killed_at = killed_at
-        self._syncs_left: int | None = None
+        self._syncs_left: dict[str, int] = {}
         self._inode = max(self.start.contents.keys() | self.start.entries.values(), default=0)
         self._open: dict[int, int] = {}
         self._descriptor = 100
@@ -152,12 +174,13 @@ class SimDisk:
     def note(self, name: str, value: int) -> None:
         self.log.append(Note(name, value))
 
-    def kill_at_sync(self, count: int) -> None:
-        """The process dies before the fdatasync that comes after `count` others from now on."""
-        self._syncs_left = count
+    def kill_at_sync(self, count: int, call: str = "fdatasync") -> None:
+        """The process dies before the sync of that kind that comes after `count` others from now on."""
+        self._syncs_left = {call: count}
 
     def restart(self) -> None:
-        self._killed_at = self._syncs_left = None
+        self._killed_at = None
+        self._syncs_left = {}
         self._open.clear()
 
     def cut_power(self, survives: Callable[[list[ContentOp]], list[ContentOp]]) -> None:
@@ -176,11 +199,20 @@ class SimDisk:
 
     # FileOps
 
-    def make_folder(self, folder: Path) -> None:
+    def make_folder(self, folder: Path, mode: int = 0o777) -> bool:
         self._call("make_folder")
+        if self._cache.has_folder(folder):
+            return False
+        self._require_folder(folder.parent)
+        self._do_entry(MakeFolder(folder))
+        return True
+
+    def way_to(self, folder: Path) -> list[Path]:
+        return list(folder.parents)
 
     def names(self, folder: Path) -> list[str]:
         self._call("names")
+        self._require_folder(folder)
         return sorted(path.name for path in self._cache.entries if path.parent == folder)
 
     def read_bytes(self, path: Path) -> bytes:
@@ -196,6 +228,7 @@ class SimDisk:
         if create:
             if path in self._cache.entries:
                 raise OSError(errno.EEXIST, "exists")
+            self._require_folder(path.parent)
             self._inode += 1
             self._do_entry(Create(path, self._inode))
         return self._descriptor_for(self.inode_of(path))
@@ -261,7 +294,7 @@ class SimDisk:
 
     def rename(self, source: Path, target: Path) -> None:
         self._call("rename")
-        self._do_entry(Rename(source, target))
+        self._do_entry(Rename(source, target, self.inode_of(source)))
 
     def unlink(self, path: Path) -> None:
         self._call("unlink")
@@ -287,9 +320,9 @@ class SimDisk:
         if number in self._failing:
             code = self._failing[number]
             raise OSError(code, errno.errorcode[code])
-        if name == "fdatasync" and self._syncs_left is not None:
-            self._syncs_left -= 1
-            if self._syncs_left < 0:
+        if name in self._syncs_left:
+            self._syncs_left[name] -= 1
+            if self._syncs_left[name] < 0:
                 self._killed_at = number
                 raise ProcessKilled(f"before call {number}, {name}")
 
@@ -301,6 +334,10 @@ class SimDisk:
             raise
         if name not in self._lying:
             self.log.append(Sync(inode))
+
+    def _require_folder(self, folder: Path) -> None:
+        if not self._cache.has_folder(folder):
+            raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
 
     def inode_of(self, path: Path) -> int:
         if path not in self._cache.entries:
@@ -345,12 +382,16 @@ class _Platter:
     entries: list[EntryOp] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
 
+    def has_nothing_for(self, op: Op) -> bool:
+        """A sync of a folder in which nothing is pending: the states are those of the operation before."""
+        return isinstance(op, SyncFolder) and all(folder_of(e) != op.folder for e in self.entries)
+
     def advance(self, op: Op) -> None:
         if isinstance(op, Note):
             self.notes[op.name] = op.value
         elif isinstance(op, Allocate | Write):
             self.contents.append(op)
-        elif isinstance(op, Create | Rename | Unlink):
+        elif isinstance(op, EntryOp):
             self.entries.append(op)
         elif isinstance(op, PowerCut):
             self.certain, self.contents, self.entries = op.left.copy(), [], []
@@ -372,6 +413,8 @@ class _Platter:
             image.apply_content(content)
         for entry in entries:
             image.apply_entry(entry)
+        if any(isinstance(entry, MakeFolder) for entry in self.entries):
+            image.drop_unreachable()
         return image
 
 
@@ -380,11 +423,12 @@ def crash_states(disk: SimDisk, *, seed: int, subsets: int, since: int = 0) -> I
     each of the newest pending writes alone and each missing, since they reach the platter in any order; each file
     as it was synced last; each name missing; and `subsets` random choices of sectors and names."""
     chance = random.Random(seed)
-    platter = _Platter(disk.start.copy())
+    platter, idle = _Platter(disk.start.copy()), False
     for count in range(len(disk.log) + 1):
         if count:
+            idle = platter.has_nothing_for(disk.log[count - 1])
             platter.advance(disk.log[count - 1])
-        if count < since:
+        if count < since or (idle and count > since):
             continue
         notes = dict(platter.notes)
         for story, contents, entries in _choices(platter, chance, subsets):

@@ -136,6 +136,7 @@ class MemoryVectorStore:
         generation: int,
         snapshot: str,
         *,
+        relation_files: str | None,
         inserted: Ids,
         updated: Ids,
         deleted: Ids,

@@ -1,7 +1,7 @@
 """A corpus that moves: clustered rows with lists of log-normal sizes, questions of their own, and two kinds of moves.
 
 The database is played by arrays. A random move may be any row; a confined one takes a row of one hundredth of the
-lists, and leaves it in one of them. Half of the moved rows go to near where they were (an edited text), half to near
+lists, and leaves it in one of them. Inserts are new rows of the same corpus, deletes any rows. Half of the moved rows go to near where they were (an edited text), half to near
 another row, so that rows change within lists and between them. Nothing here is measured.
 """
 
@@ -19,7 +19,8 @@ from fabric_pipelines.shards.lists import nearest_list
 from fabric_pipelines.shards.shard import Shard
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 
-KINDS = ("random", "confined")
+KINDS = ("random", "confined", "inserts", "deletes")
+DEFAULT_KINDS = KINDS[:2]
 LATENT = 24
 ROWS_PER_CENTRE = 250
 EDIT = 0.2  # length of what an edit adds to a vector of length one
@@ -30,34 +31,51 @@ Ids = npt.NDArray[np.int64]
 
 
 class ArrayStore(MemoryVectorStore):
-    """The stand-in with rows in arrays: ids are 0..n-1 and stay, vectors change. A dict holds no million."""
+    """The stand-in with rows in arrays, `names` their ids, ascending from 0. A dict holds no million."""
 
     def __init__(self, vectors: npt.NDArray[np.float16]) -> None:
         super().__init__()
         self.all = vectors
+        self.names: Ids = np.arange(len(vectors))
 
     def fork(self) -> ArrayStore:
         """The same state, to be changed apart from this one."""
         return copy.deepcopy(self)
 
     def move(self, ids: Ids, vectors: Floats) -> None:
-        self.all[ids] = vectors
+        self.all[self.at(ids)] = vectors
         self.changes.append(("update", ids))
 
+    def insert(self, vectors: Floats) -> Ids:
+        ids = self.names[-1] + 1 + np.arange(len(vectors))
+        self.all = np.concatenate([self.all, vectors.astype(np.float16)])
+        self.names = np.concatenate([self.names, ids])
+        self.changes.append(("insert", ids))
+        return ids
+
+    def delete(self, ids: Ids) -> None:
+        left = ~np.isin(self.names, ids)
+        self.all, self.names = self.all[left], self.names[left]
+        self.changes.append(("delete", ids))
+
+    def at(self, ids: Ids) -> Ids:
+        return np.searchsorted(self.names, ids).astype(np.int64)
+
     def _rows(self, source: Source, ids: Ids) -> RowSet:
-        return RowSet(ids, self.all[ids], {name: ids.copy() for name in source.columns})
+        return RowSet(ids, self.all[self.at(ids)], {name: ids.copy() for name in source.columns})
 
     def read_source(self, source: Source) -> SourceRows:
-        ids = np.arange(len(self.all))
+        ids = self.names
         rows = RowSet(ids, self.all, {name: ids for name in source.columns})  # not a copy
         return SourceRows(self._state(source, rows), rows.ids, rows.vectors, rows.columns)
 
     def read_moved(self, name: str, generation: int, source: Source) -> Moved:
         complete, ops = self._movement(name)
-        rows = self._rows(source, ops["update"])
+        ids = np.unique(np.concatenate(list(ops.values())))
+        rows = self._rows(source, ids[np.isin(ids, self.names)])
         none = self._rows(source, np.zeros(0, np.int64))
         state = self._state(source, none).with_content(NOTHING)
-        return Moved(state, rows.ids, rows, complete)
+        return Moved(state, ids, rows, complete)
 
 
 def corpus(rows: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.float16]:
@@ -88,10 +106,24 @@ class Moves:
 
 
 def random_moves(store: ArrayStore, shard: Shard, count: int, rng: np.random.Generator) -> Moves:
-    ids = np.sort(rng.choice(len(store.all), count, replace=False)).astype(np.int64)
-    goals = np.where(rng.random(count) < 0.5, ids, rng.integers(0, len(store.all), count))
+    at = np.sort(rng.choice(len(store.all), count, replace=False)).astype(np.int64)
+    goals = np.where(rng.random(count) < 0.5, at, rng.integers(0, len(store.all), count))
     vectors = edited(store.all[goals], EDIT, rng)
-    return _moves(store, shard, ids, vectors)
+    return _moves(store, shard, store.names[at], vectors)
+
+
+def inserted(store: ArrayStore, shard: Shard, vectors: Floats) -> Moves:
+    """Insert `vectors`, drawn with the corpus."""
+    ids = store.insert(vectors)
+    return Moves(ids, vectors, np.unique(_list_of(vectors, shard)), 0.0)
+
+
+def deleted(store: ArrayStore, shard: Shard, count: int, rng: np.random.Generator) -> Moves:
+    """Delete any `count` rows; `vectors`: what they were."""
+    at = np.sort(rng.choice(len(store.all), count, replace=False))
+    ids, vectors = store.names[at], store.all[at].astype(np.float32)
+    store.delete(ids)
+    return Moves(ids, vectors, np.unique(_list_of(vectors, shard)), 0.0)
 
 
 def confined_moves(
@@ -105,7 +137,7 @@ def confined_moves(
     lists = hundredth(shard, count, rng) if chosen is None else chosen
     rows = np.concatenate([shard.list_rows(int(number))[1] for number in lists])
     ids = np.sort(rng.choice(rows, min(count, len(rows)), replace=False))
-    goals = np.where(rng.random(len(ids)) < 0.5, ids, rng.choice(rows, len(ids)))
+    goals = store.at(np.where(rng.random(len(ids)) < 0.5, ids, rng.choice(rows, len(ids))))
     vectors = edited(store.all[goals], EDIT, rng)
     length = EDIT
     for _ in range(TRIES):  # an edit that leads out of the lists is made smaller
@@ -135,7 +167,7 @@ def edited(rows: npt.NDArray[np.float16], length: float, rng: np.random.Generato
 
 
 def _moves(store: ArrayStore, shard: Shard, ids: Ids, vectors: Floats) -> Moves:
-    before = _list_of(store.all[ids].astype(np.float32), shard)
+    before = _list_of(store.all[store.at(ids)].astype(np.float32), shard)
     after = _list_of(vectors, shard)
     return Moves(ids, vectors, np.union1d(before, after), float((before != after).mean()))
 

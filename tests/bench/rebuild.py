@@ -1,7 +1,7 @@
 """What an increment costs beside a full build: bytes, time and recall, for random and for confined moves.
 
     python -m tests.bench.rebuild [--rows 1000000] [--dim 384] [--lists 1000] [--moved 0.01]
-        [--kind random|confined] [--seeds 1] [--times 1] [--json]
+        [--kind random|confined|inserts|deletes] [--seeds 1] [--times 1] [--json]
 
 One generation is built; for each kind of move 1 % of its rows change and it is refreshed. Beside it stand full builds
 of the same rows: along the centroids of the increment, and with new centroids of each of `--seeds` seeds (the spread
@@ -32,7 +32,7 @@ from fabric_pipelines.analytics.search import exact_topk, recall_at_k
 from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.manifest import ShardManifest
 from tests.bench import moving_corpus
-from tests.bench.moving_corpus import EDIT, KINDS, ArrayStore, Floats, Moves
+from tests.bench.moving_corpus import DEFAULT_KINDS, EDIT, KINDS, ArrayStore, Floats, Moves
 
 QUESTIONS, K, NPROBES = 2000, 10, (1, 2, 4, 8, 16, 32)
 EVERY = 10
@@ -51,7 +51,7 @@ class Asked:
             self.xq["moved"] = moving_corpus.edited(
                 moves.vectors[:: max(1, len(moves.ids) // len(held_out))], EDIT, rng
             )
-        ids = np.arange(len(store.all))
+        ids = store.names
         self.truth = {
             name: exact_topk(xq, store.all, ids, K, metric="cosine").I
             for name, xq in self.xq.items()
@@ -74,14 +74,6 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     wall, cpu = time.perf_counter(), time.process_time()
     done = work()
     return done, {"s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-
-
-def moves_of(
-    kind: str, store: ArrayStore, root: Path, count: int, rng: np.random.Generator
-) -> Moves:
-    with shards.open_shard(store, root, NAME) as shard:
-        draw = moving_corpus.random_moves if kind == "random" else moving_corpus.confined_moves
-        return draw(store, shard, count, rng)
 
 
 def read_cost(store: ArrayStore, root: Path) -> dict[str, float]:
@@ -133,8 +125,11 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
         rng = np.random.default_rng(7)
-        drawn = moving_corpus.corpus(options.rows + QUESTIONS, options.dim, rng)
-        self.held_out = drawn[options.rows :].astype(np.float32)
+        count = max(1, int(options.rows * options.moved))
+        fresh = count * options.times if "inserts" in (options.kind or ()) else 0
+        drawn = moving_corpus.corpus(options.rows + QUESTIONS + fresh, options.dim, rng)
+        self.held_out = drawn[options.rows :][:QUESTIONS].astype(np.float32)
+        self.fresh = np.split(drawn[options.rows + QUESTIONS :].astype(np.float32), options.times)
         self.store = ArrayStore(drawn[: options.rows])
         self.first: Generation = self.build(self.store, folder / "first", 1)
 
@@ -158,11 +153,34 @@ class Bench:
         shutil.copytree(self.folder / "first", root, copy_function=os.link)
         return self.store.fork(), root
 
+    def _move(
+        self,
+        kind: str,
+        store: ArrayStore,
+        root: Path,
+        count: int,
+        rng: np.random.Generator,
+        *,
+        chosen: npt.NDArray[np.int64] | None = None,
+        turn: int = 1,
+    ) -> Moves:
+        with shards.open_shard(store, root, NAME) as shard:
+            if kind == "inserts":
+                return moving_corpus.inserted(store, shard, self.fresh[turn - 1])
+            if kind == "deletes":
+                return moving_corpus.deleted(store, shard, count, rng)
+            moves = (
+                moving_corpus.random_moves(store, shard, count, rng)
+                if kind == "random"
+                else moving_corpus.confined_moves(store, shard, count, rng, chosen)
+            )
+        store.move(moves.ids, moves.vectors)
+        return moves
+
     def one(self, kind: str) -> dict[str, Any]:
         store, root = self.copy(kind)
         count = max(1, int(self.options.rows * self.options.moved))
-        moves = moves_of(kind, store, root, count, np.random.default_rng(11))
-        store.move(moves.ids, moves.vectors)
+        moves = self._move(kind, store, root, count, np.random.default_rng(11))
         done, cost = timed(lambda: shards.refresh(store, root, NAME))
         manifest = done.generation.manifest
         written = lists_written(self.first.manifest, manifest)
@@ -219,13 +237,7 @@ class Bench:
         rng = np.random.default_rng(11)
         chosen = self._hot(count, rng) if kind == "confined" else None
         for turn in range(1, self.options.times + 1):
-            with shards.open_shard(store, root, NAME) as shard:
-                moves = (
-                    moving_corpus.random_moves(store, shard, count, rng)
-                    if chosen is None
-                    else moving_corpus.confined_moves(store, shard, count, rng, chosen)
-                )
-            store.move(moves.ids, moves.vectors)
+            self._move(kind, store, root, count, rng, chosen=chosen, turn=turn)
             done, cost = timed(lambda: shards.refresh(store, root, NAME))
             row = {"moves": kind, "turn": turn, "how": done.how, "why": done.why, **cost}
             measured = turn == 1 or turn % EVERY == 0
@@ -317,7 +329,7 @@ def line(row: dict[str, Any]) -> str:
 def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     found = []
     bench = Bench(options, folder)
-    for kind in options.kind or KINDS:
+    for kind in options.kind or DEFAULT_KINDS:
         rows = bench.many(kind) if options.times > 1 else iter([bench.one(kind)])
         for row in rows:
             found.append(row)
@@ -335,7 +347,9 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--lists-per-block", type=int, default=16)
     parser.add_argument("--moved", type=float, default=0.01)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="default: both")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="default: random and confined"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="full builds with so many trainings")
     parser.add_argument("--times", type=int, default=1, help="increments one over the other")
     parser.add_argument("--folder", help="where shards are written; default: the temp folder")

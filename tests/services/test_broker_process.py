@@ -323,6 +323,31 @@ def test_a_submission_that_will_never_be_whole_is_abandoned_and_what_came_of_it_
             client.submit(wrong, batches)
 
 
+@pytest.mark.parametrize("sent", [2, 3])
+def test_a_producer_whose_submission_is_abandoned_under_way_is_not_told_that_it_is_whole(
+    broker: Broker, sent: int
+) -> None:
+    batches = [tasks_of([10] * 100, seed=at) for at in range(3)]
+    header = submission_of(batches, 6)
+
+    def stream(other: BrokerClient) -> Iterator[pa.RecordBatch]:
+        yield from batches[:2]
+        eventually(lambda: is_taken(other), within_s=10, what="two batches taken")
+        other.abandon(header.submission_id)
+        yield from batches[2:sent]
+
+    def is_taken(other: BrokerClient) -> bool:
+        state = other.submission(header.submission_id)
+        return state is not None and state.enqueued == 200
+
+    with broker.client("producer") as client, broker.client("producer") as other:
+        with pytest.raises(SubmissionConflict, match=r"abandoned with 200 of its 300 tasks.*salt"):
+            client.submit(header, stream(other))
+        with pytest.raises(SubmissionConflict, match="abandoned with 200"):
+            client._call("close", {"submission_id": header.submission_id})
+        assert client.abandon(header.submission_id).enqueued == 200
+
+
 def test_roles_are_held_to_what_they_may_do(broker: Broker, worker: BrokerClient) -> None:
     batches = [tasks_of([20] * 2)]
     submit(broker, submission_of(batches), batches)

@@ -169,7 +169,11 @@ def test_computed_tasks_land_retire_and_the_process_ends_cleanly_on_sigterm(
     _require_every_task_once(machine, database, submission)
     settings = load({}, machine.environment)
     kept = eventually(
-        lambda: (seen := account.read(settings)) and seen["counters"]["dead"] and seen,
+        lambda: (
+            (seen := account.read(settings))
+            and seen["counters"]["retired"] + seen["counters"]["dead"] == TASKS
+            and seen
+        ),
         within_s=60,
         what="completion's own account",
     )

@@ -132,6 +132,71 @@ def test_an_audit_says_what_moved_and_the_log_counts_from_there(
     require_up_to_date(built, tmp_path)
 
 
+REWRITE = "alter table fabric.embed alter column vector type {} using {}"
+
+
+@pytest.fixture
+def vector_type(built: Database) -> str:
+    with built.session() as connection:
+        row = connection.execute(
+            "select atttypid::regtype::text from pg_attribute "
+            "where attrelid = 'fabric.embed'::regclass and attname = 'vector'"
+        ).fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+def test_a_rewritten_table_asks_for_an_audit_which_finds_every_row(
+    built: Database, tmp_path: Path, vector_type: str
+) -> None:
+    """No trigger fires, and the change log has nothing."""
+    other = (
+        "set_byte(vector, 0, get_byte(vector, 0) # 1)"
+        if vector_type == "bytea"
+        else "vector + vector"
+    )
+    execute(built, REWRITE.format(vector_type, other))
+    (stale,) = staleness.staleness(built, "corpus")
+    assert (stale.verdict, stale.log, stale.moved) == ("audit", "rewritten", 0)
+    assert shards.audit(built, tmp_path, "corpus").updated == ROWS
+    (stale,) = staleness.staleness(built, "corpus")
+    assert (stale.verdict, stale.log, stale.moved) == ("rebuild", "complete", ROWS)
+    assert refresh(built, tmp_path).why == "100.0% of the rows moved"
+    require_up_to_date(built, tmp_path)
+
+
+def test_a_rewritten_table_is_refreshed_without_an_audit_before(
+    built: Database, tmp_path: Path, vector_type: str
+) -> None:
+    other = (
+        "set_byte(vector, 0, get_byte(vector, 0) # 1)"
+        if vector_type == "bytea"
+        else "vector + vector"
+    )
+    execute(built, REWRITE.format(vector_type, other))
+    assert refresh(built, tmp_path).why == "100.0% of the rows moved"
+    require_up_to_date(built, tmp_path)
+
+
+def test_a_rewrite_that_moved_nothing_is_settled_by_one_refresh(
+    built: Database, tmp_path: Path
+) -> None:
+    execute(built, "cluster fabric.embed using embed_pkey")
+    assert staleness.staleness(built, "corpus")[0].log == "rewritten"
+    assert refresh(built, tmp_path).how == "none"
+    require_up_to_date(built, tmp_path)
+    execute(built, f"{MOVE} where source_row = 1")
+    assert refresh(built, tmp_path).moved == 1
+    require_up_to_date(built, tmp_path)
+
+
+def test_a_child_that_is_attached_asks_for_an_audit(built: Database, tmp_path: Path) -> None:
+    execute(built, "create table fabric.embed_more (like fabric.embed including all)")
+    execute(built, "alter table fabric.embed_more inherit fabric.embed")
+    (stale,) = staleness.staleness(built, "corpus")
+    assert (stale.verdict, stale.log) == ("audit", "rewritten")
+
+
 def test_rows_of_another_engine_are_refused_by_name(built: Database, tmp_path: Path) -> None:
     with built.session() as connection:
         row = connection.execute("select min(engine_fingerprint) from fabric.embed").fetchone()
@@ -224,6 +289,15 @@ def test_the_commands_say_what_moved_and_bring_it_up_to_date(
     assert any("21 rows changed" in d["sentence"] for d in answer["differences"])  # type: ignore[attr-defined]
     assert said("diff", second, second)[0] == 0
     assert said("rebuild", second, "--least", "identical")[0] == 0
+    shard = shards.open_generation(built, shards_dir, "corpus")
+    damaged = shard.folder / shard.manifest.of_role("vectors")[0].path
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for least in ("identical", "equivalent"):
+        code, answer = said("rebuild", second, "--least", least)
+        assert (code, answer["ok"]) == (3, False)
+        assert answer["damage"]
+    damaged.write_bytes(whole)
     code, answer = said("rebuild", second, "--parameter", "iterations=1")
     assert code in (0, 3)
     assert any("recipe.index.iterations" in d["what"] for d in answer["differences"])  # type: ignore[attr-defined]

@@ -143,7 +143,8 @@ class BrokerMachine(RuleBasedStateMachine):
         rows, total = self.twin.uploaded.get(mark), sum(batch.num_rows for batch in batches)
         if rows is None or rows == total:
             with pytest.raises(
-                UsageError, match="not known" if rows is None else "nothing to abandon"
+                UsageError,
+                match="is known to this broker" if rows is None else "nothing to abandon",
             ):
                 owner.abandon_submission(f"{mark:064x}")
             return

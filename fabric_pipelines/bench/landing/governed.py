@@ -35,6 +35,7 @@ from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Writer
 from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
+from fabric_pipelines.records.settled import Settled
 
 SETTLE_S = 1.5
 TURN_S = 4.0
@@ -78,6 +79,9 @@ class EndlessSource:
 
     def status(self) -> _Status:
         return _Status()
+
+    def settled(self) -> Settled:
+        return Settled.joined([])
 
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int:
         return len(task_ids)

@@ -20,9 +20,9 @@ from fabric_pipelines.broker.header import HEADER_BYTES_MAX, read_header, read_o
 from fabric_pipelines.broker.owner import Owner, TaskUpload
 from fabric_pipelines.broker.replies import PROTOCOL_VERSION
 from fabric_pipelines.broker.roles import declared
-from fabric_pipelines.broker.server import BrokerServer
+from fabric_pipelines.broker.server import BrokerServer, require_protocol
 from fabric_pipelines.broker.state import BatchColumns
-from fabric_pipelines.errors import FabricError, SchemaError, UsageError, by_code
+from fabric_pipelines.errors import FabricError, SchemaError, UsageError, VersionRefused, by_code
 from fabric_pipelines.records.arrow import crc32c
 from tests.support_broker import (
     ENGINE,
@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "detach": ("consumer", {}, b""),
     "states": ("admin", {}, IDS),
     "requeue": ("admin", {"reason": "again"}, IDS),
+    "settled": ("completion", {"begin": 0}, b""),
     "drain": ("admin", {"undo": True}, b""),
     "pull": ("completion", {"rows": 5, "wait_s": 0}, b""),
     "release": ("completion", {}, b""),
@@ -143,6 +144,26 @@ def test_any_header_is_refused_by_the_door_or_bearable_for_the_owner(
         upload = TaskUpload(header.submission_id, 0, BATCHES[0], columns, None, header)
         assert bench.owner.enqueue(upload).enqueued == 3
     assert bench.owner.verify().differences == []
+
+
+@pytest.mark.parametrize("mark", ["zz", "", "A" * 64, "0" * 63, "g" * 64, "0" * 64 + "\n"])
+def test_a_fingerprint_that_no_content_can_have_is_refused_at_the_door(mark: str) -> None:
+    with pytest.raises(UsageError, match="field fingerprint"):
+        read_header({**HEADER, "fingerprint": mark}, declared("producer"))
+
+
+@pytest.mark.parametrize("spoken", [True, 1.0, "1", [1], None, 2])
+def test_a_protocol_that_is_not_that_very_number_is_refused(spoken: object) -> None:
+    require_protocol({"protocol": PROTOCOL_VERSION})
+    with pytest.raises(VersionRefused, match="speaks protocol"):
+        require_protocol({"protocol": spoken})
+
+
+@pytest.mark.parametrize("name", ["tasks", "tokens", "vocab_size"])
+def test_a_count_of_a_header_is_a_whole_number_and_nothing_that_equals_one(name: str) -> None:
+    for value in (True, float(HEADER[name]), str(HEADER[name])):
+        with pytest.raises(UsageError, match=f"field {name}"):
+            read_header({**HEADER, name: value}, declared("producer"))
 
 
 @pytest.mark.parametrize(

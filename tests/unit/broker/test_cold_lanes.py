@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fabric_pipelines.broker.tiering import Water
-from fabric_pipelines.errors import NotFetched
+from fabric_pipelines.errors import ColdLost, NotFetched
 from fabric_pipelines.ids import sequence_of
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.lease import Lease
@@ -123,6 +123,41 @@ def test_a_few_rows_of_a_lost_object_hold_up_nothing_else_of_their_lane(
     store.objects[name] = content
     bench.settle(80)
     assert sorted(task for lease in drained(bench) for task in lease) == first
+    assert bench.owner.verify().differences == []
+
+
+def test_one_damaged_frame_of_an_object_withholds_its_own_rows_and_the_lease_says_what_the_scrub_says(
+    bench: DiskBench, store: MemoryStore
+) -> None:
+    """Rows 10-19 of 80 are lost; whoever submits those again under another salt has all 80."""
+    cold = submit(bench, 1, GENERATE)
+    freeze(bench)
+    lsn = int(bench.owner.core.state.index.frames.view[1])
+    segment = bench.disk._segment_of(lsn)
+    name = bench.disk.cold.object_name(segment.epoch)
+    offset, good = segment.offsets[lsn - segment.first_lsn], store.objects[name]
+    store.objects[name] = (
+        good[: offset + 300] + bytes([good[offset + 300] ^ 8]) + good[offset + 301 :]
+    )
+    bench.attach("w")
+    given = [task for lease in drained(bench) for task in lease]
+    assert sorted(given) == cold[:10] + cold[20:]
+    with pytest.raises(NotFetched) as said:
+        bench.lease("w", SEVEN)
+    (found,) = bench.owner.scrub_report().damaged
+    assert (found.lsn, found.last_lsn, found.tasks, found.live) == (lsn, lsn, 10, 10)
+    address = f"memory://cold/{name}"
+    assert str(said.value) == (
+        f"ColdLost: object {address} of the cold tier {found.sentence.removeprefix(address + ' ')}"
+    )
+    bench.owner.cold_scrubbed([call() for call in bench.owner.cold_scrub()])
+    assert bench.owner.scrub_report().damaged == [found], "bytes included"
+    with pytest.raises(ColdLost, match=f"bytes {found.offset}..{found.end}"):
+        bench.disk.read(lsn)
+    store.objects[name] = good
+    bench.settle(80)
+    assert sorted(task for lease in drained(bench) for task in lease) == cold[10:20]
+    assert bench.owner.scrub_report().ok
     assert bench.owner.verify().differences == []
 
 

@@ -159,6 +159,23 @@ def test_a_lost_object_names_the_rows_in_it(tmp_path: Path) -> None:
 # -- a start that is refused
 
 
+def test_a_damaged_stub_names_the_rows_of_its_segment(tmp_path: Path) -> None:
+    bench = DiskBench(
+        folder=tmp_path / "journal", segment_bytes=1 << 15, store=MemoryStore(), water=Water(0, 0)
+    )
+    submission_id, _ = submit(bench, 1, batches=8)
+    for _ in range(3):
+        sealed(bench)
+        bench.checkpoint()
+    flip(min(bench.folder.glob("epoch-*.cold")), 40)
+    fault = refused(bench)
+    (place,) = fault.places
+    assert place["rows"][0]["submission_id"] == submission_id
+    assert f"rows {place['rows'][0]['rows']} of submission {submission_id[:12]}" in str(fault)
+    assert "LSN between 1 and " in str(fault)
+    assert "without a copy begin anew" in str(fault)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("sealed_too", [False, True])
 def test_a_refused_start_names_the_rows_of_a_damaged_payload(
@@ -228,7 +245,8 @@ def test_a_count_of_rows_that_the_header_does_not_confirm_is_not_believed(bench:
     assert "have their row" not in str(fault)
 
 
-def test_a_missing_segment_names_its_rows(bench: DiskBench) -> None:
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_a_segment_that_is_missing_or_cut_names_its_own_rows(bench: DiskBench, how: str) -> None:
     submission_id, first = submit(bench, 1)
     here = frame(bench, Kind.ENQUEUE, 0)[0]
     sealed(bench)
@@ -238,10 +256,12 @@ def test_a_missing_segment_names_its_rows(bench: DiskBench) -> None:
     bench.close()
     content = here.read_bytes()
     here.unlink()
+    if how == "cut":
+        here.write_bytes(content[: len(content) // 2])
     fault = refused(bench)
-    assert "is missing" in str(fault)
+    assert ("is missing" if how == "missing" else "was cut short") in str(fault)
     (place,) = fault.places
-    assert place["tasks"] == 3 * ROWS
+    assert (place["tasks"], "at least" in str(fault)) == (3 * ROWS, False)
     (rows,) = place["rows"]
     assert (rows["submission_id"], rows["count"], rows["rows"]) == (submission_id, 30, "0-29")
     assert str(first) in place["task_ids"]

@@ -127,6 +127,8 @@ ASKS: dict[str, Callable[[Bench], object]] = {
     "open": lambda bench: bench.owner.open_submission(HEADER),
     "look up": lambda bench: bench.owner.look_up(HEADER),
     "upload": lambda bench: streamed(bench, HEADER, 3, BATCHES[1]),
+    "upload of what came before": lambda bench: bench.upload(HEADER, 0, BATCHES[0]),
+    "close": lambda bench: bench.owner.close_submission(HEADER.submission_id),
 }
 
 
@@ -149,11 +151,27 @@ def test_a_checkpoint_knows_what_was_abandoned(bench: Bench) -> None:
 
 
 def test_only_what_is_open_can_be_abandoned(bench: Bench) -> None:
-    with pytest.raises(UsageError, match="not known"):
+    with pytest.raises(UsageError, match="is known to this broker: none is open"):
         bench.owner.abandon_submission(HEADER.submission_id)
     bench.submit(HEADER, BATCHES)
     with pytest.raises(UsageError, match="closed with all its 8 tasks"):
         bench.owner.abandon_submission(HEADER.submission_id)
+
+
+def test_who_abandons_what_is_not_known_is_told_what_is_open_and_his(bench: Bench) -> None:
+    for mark, tenant in ((1, "acme"), (2, "other"), (3, "acme")):
+        begun(bench, submission_of(BATCHES, mark, tenant=tenant))
+    bench.owner.abandon_submission(f"{3:064x}")
+    with pytest.raises(UsageError, match=rf"64 digits of one that is open: {1:064x}, {2:064x}$"):
+        bench.owner.abandon_submission("1")
+    with pytest.raises(UsageError, match=rf"that is open: {1:064x}$"):
+        bench.owner.abandon_submission("1", "acme")
+
+
+def test_rows_past_what_the_header_declares_name_the_way_out(bench: Bench) -> None:
+    begun(bench, header := replace(HEADER, tasks=5, tokens=1000))
+    with pytest.raises(SubmissionConflict, match=r"row 7 goes past that: .*salt.*abandon 0{64}"):
+        bench.upload(header, 3, BATCHES[1])
 
 
 def test_a_closed_fact_from_before_there_was_abandoning_reads_as_it_was() -> None:

@@ -67,6 +67,8 @@ def test_a_damaged_original_is_named_and_the_receipt_still_rebuilds(
     done = receipts.rebuild(store, tmp_path, receipt.receipt_id)
     assert done.verdict == "identical"
     assert [found.what for found in done.differences] == [entry.path]
+    assert done.damage == done.differences
+    assert not done.ok
 
 
 def test_another_library_version_is_named_though_the_files_are_identical(

@@ -11,7 +11,7 @@ from fabric_pipelines import shards
 from fabric_pipelines.analytics.search import exact_topk
 from fabric_pipelines.dataplane.source import Source
 from fabric_pipelines.errors import UsageError
-from fabric_pipelines.shards import compaction, renewal
+from fabric_pipelines.shards import compaction, probing, renewal
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.unit.shards.test_generation import CrashingStore, RecordingDisk, WorldEnded
 
@@ -164,7 +164,7 @@ def test_a_list_that_outgrew_itself_is_split_and_a_shrunken_one_dissolved(tmp_pa
     assert (sizes == 0).sum() == 1
     assert not any(BASE in half and BASE + 1000 in half for half in halves)
     assert_like_brute_force(store, tmp_path, "l2")
-    assert renewal.probed_recall(shards.open_shard(store, tmp_path, "notes")) > 0.99
+    assert probing.probed(shards.open_shard(store, tmp_path, "notes")).recall > 0.99
 
 
 # What is written again
@@ -298,7 +298,7 @@ def test_an_increment_is_equal_to_a_full_build_in_rows_answers_and_recall(built,
             one, two = part.search(xq, 10), full.search(xq, 10)
             np.testing.assert_array_equal(one.I, two.I)
             np.testing.assert_array_equal(one.D, two.D)
-            drop = renewal.probed_recall(full) - renewal.probed_recall(part)
+            drop = probing.probed(full).recall - probing.probed(part).recall
     assert abs(drop) <= 0.005
 
 
@@ -356,7 +356,7 @@ def test_many_empty_lists_are_a_full_build(built, tmp_path):
 def test_a_fall_of_recall_is_a_full_build_and_the_increment_is_thrown_away(
     built, rows, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(renewal, "RECALL_DROP_MAX", -1.0)
+    monkeypatch.setattr(probing.Probed, "fell", lambda self, base: 0.02)
     built.put(names(1), rows[1][[2]])
     assert "recall@10 of probed search fell" in why_full(built, tmp_path)
     assert {path.name for path in (tmp_path / "notes").iterdir()} == {

@@ -1,0 +1,35 @@
+"""Which tasks are settled, page by page: a question to the index, which keeps every task for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fabric_pipelines.broker.accounts import DEAD, RETIRED
+from fabric_pipelines.broker.state import State
+from fabric_pipelines.ids import SEQUENCE_BITS
+from fabric_pipelines.records.settled import Settled
+
+PAGE_ROWS = 1 << 18
+
+
+def settled_page(state: State, begin: int, rows: int = PAGE_ROWS) -> tuple[Settled, int | None]:
+    """Of the tasks with sequence numbers [begin, begin + rows), and where the next page begins; None after the last."""
+    end = min(begin + rows, state.index.count)
+    begin = min(begin, end)
+    states = state.index.state[begin:end]
+    owners = state.index.submission[begin:end].astype(np.int64)
+    # one column in which neighbours of one run are equal: -1 is what is not settled
+    marks = np.where((states == RETIRED) | (states == DEAD), owners, -1)
+    cuts = np.flatnonzero(np.diff(marks)) + 1
+    firsts = np.concatenate([[0], cuts])[: len(marks)].astype(np.int64)
+    ends = np.concatenate([cuts, [len(marks)]])[: len(firsts)].astype(np.int64)
+    kept = marks[firsts] >= 0
+    firsts, ends = firsts[kept], ends[kept]
+    runs, base = marks[firsts], (state.incarnation << SEQUENCE_BITS) + begin
+    named = {}
+    for at in np.unique(runs).tolist():
+        header = state.submissions[at].header
+        named[at] = (header.submission_id, header.function)
+    return Settled(
+        firsts + base, ends + base, runs, named
+    ), end if end < state.index.count else None

@@ -1,0 +1,162 @@
+"""A database restored from an older dump: refused at the start, its missing tasks named, and given up only on purpose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from fabric_pipelines.cli import app
+from fabric_pipelines.dataplane import account, dump, proof, results
+from fabric_pipelines.dataplane.account import Unrestored
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.errors import IncarnationMismatch, UsageError
+from fabric_pipelines.records.settled import Ids, Settled
+from tests.services.test_completion_process import TASKS, Machine
+from tests.support import ON_EVERY_SERVER, eventually
+from tests.support_completions import pulled_batch
+
+NAME, JOURNAL = "f" * 64, "a" * 32
+OLD = 64
+
+
+@pytest.fixture
+def machine(open_folder: Path, database: Database) -> Iterator[Machine]:
+    home = open_folder / hashlib.sha256(database.url.encode()).hexdigest()[:8]
+    home.mkdir()
+    made = Machine(home, database)
+    yield made
+    made.close()
+
+
+def settled_of(ids: Ids) -> Settled:
+    return Settled(ids, ids + 1, np.zeros_like(ids), {0: (NAME, "generate")})
+
+
+def ids_of(batch: Any) -> Ids:
+    found: Ids = batch.column("task_id").to_numpy()
+    return found
+
+
+def restore(older: Path, program: Path, target: Database) -> None:
+    restore = program.with_name("pg_restore")
+    subprocess.run([restore, "--no-owner", f"--dbname={target.url}", str(older)], check=True)
+
+
+def command(machine: Machine, *words: str) -> Result:
+    return CliRunner().invoke(app, ["db", *words], env=machine.environment)
+
+
+def test_a_database_restored_from_an_older_dump_is_refused_checked_and_taken_on_purpose_only(
+    machine: Machine, database: Database, empty_database: Database, tmp_path: Path
+) -> None:
+    machine.start("broker")
+    completion = machine.start("completion")
+    submission = machine.submit()
+    assert machine.compute(at_most=OLD) == OLD
+    admin = machine.client("admin")
+
+    def settled() -> int:
+        return admin.settled().tasks
+
+    eventually(lambda: settled() == OLD, within_s=60, what="the first tasks are retired")
+    made = dump.write(database, tmp_path / "older.dump")
+    machine.compute()
+    eventually(lambda: settled() == TASKS, within_s=60, what="all tasks are retired")
+    assert (admin.status().total.retired.tasks, admin.status().total.dead.tasks) == (360, 40)
+    assert command(machine, "check").exit_code == 0
+    completion.terminate()
+    completion.communicate(timeout=90)
+
+    restore(made.path, made.program, empty_database)
+    machine.environment["FABRIC_PG_URL"] = empty_database.url
+    refused = machine.start("completion", ready=False)
+    _, err = refused.communicate(timeout=90)
+    assert refused.returncode == 4
+    lost = TASKS - OLD
+    for part in (f"landed {OLD} of the {TASKS} tasks", "older state", f"accept-loss {lost}"):
+        assert part in err
+
+    checked = command(machine, "check", "--json")
+    answer = json.loads(checked.stdout)
+    assert (checked.exit_code, answer["ok"], answer["settled"]) == (3, False, TASKS)
+    (named,) = answer["unrestored"]
+    assert (named["submission_id"], named["tasks"]) == (submission, lost)
+    rows = results.unaccounted(empty_database, np.array(named["task_ids"], np.int64))
+    assert rows.tolist() == named["task_ids"]
+    assert f"{lost} tasks of submission {submission[:12]} (generate" in checked.stderr
+
+    assert command(machine, "accept-loss", str(lost - 1)).exit_code == 2
+    assert command(machine, "accept-loss", str(lost)).exit_code == 0
+    again = command(machine, "check", "--json")
+    assert (again.exit_code, json.loads(again.stdout)["given_up"]) == (0, lost)
+    machine.start("completion")
+
+
+@ON_EVERY_SERVER
+def test_as_many_unsettled_landings_as_lost_ones_hide_nothing(database: Database) -> None:
+    writer = Writer(database)
+    writer.land(held := pulled_batch(30, function="generate"))
+    writer.close()
+    here, lost = ids_of(held), ids_of(pulled_batch(10, function="generate", first=500))
+    with pytest.raises(IncarnationMismatch, match="has landed 20 of the 30 tasks"):
+        proof.require_landed(database, settled_of(np.concatenate([here[10:], lost])), JOURNAL)
+    proof.require_landed(database, settled_of(here[10:]), JOURNAL)  # landed and not yet settled
+    proof.require_landed(database, settled_of(here[:0]), JOURNAL)
+
+
+@ON_EVERY_SERVER
+def test_a_row_that_was_deleted_is_no_older_state_and_a_row_without_its_landing_no_loss(
+    database: Database,
+) -> None:
+    writer = Writer(database)
+    writer.land(first := pulled_batch(20, function="embed"))
+    writer.land(other := pulled_batch(20, function="generate", first=100))
+    writer.close()
+    every = settled_of(np.concatenate([ids_of(first), ids_of(other)]))
+    with database.session() as connection:
+        connection.execute("delete from fabric.generate")
+        connection.execute("delete from fabric.acks where function = 'embed'")
+    found = account.check(database, every)
+    assert [item.tasks for item in found.lost] == [20]
+    assert (found.unrestored, found.settled) == ([], 40)
+    with pytest.raises(IncarnationMismatch, match="has landed 20 of the 40"):
+        proof.require_landed(database, every, JOURNAL)
+    with database.session() as connection:
+        connection.execute(
+            "delete from fabric.embed where task_id = %s", (ids_of(first)[3].item(),)
+        )
+    gone = [int(ids_of(first)[3])]
+    assert account.check(database, every).unrestored == [Unrestored(NAME, "generate", 1, gone)]
+
+
+def test_a_dump_of_an_older_program_is_migrated_before_it_is_checked(database: Database) -> None:
+    with database.session() as connection:
+        connection.execute("drop table fabric.given_up")
+        connection.execute("delete from fabric.migrations where number = 8")
+    with pytest.raises(UsageError, match="fabric db migrate"):
+        account.check(database)
+    database.migrate()
+    assert account.check(database).ok
+
+
+def test_landings_from_before_ids_were_kept_do_not_refuse_the_start(database: Database) -> None:
+    writer = Writer(database)
+    writer.land(held := pulled_batch(20, function="generate"))
+    writer.close()
+    with database.session() as connection:
+        connection.execute("update fabric.acks set ids = null")
+    every = settled_of(ids_of(held))
+    proof.require_landed(database, every, JOURNAL)
+    assert account.check(database, every).ok
+    with database.session() as connection:
+        connection.execute("delete from fabric.generate")
+    assert [item.tasks for item in account.check(database, every).unrestored] == [20]
