@@ -158,14 +158,14 @@ def emptied(database: Database) -> PostgresStore:
     return PostgresStore(database)
 
 
-@pytest.mark.parametrize(("claim", "kind"), CLAIMS, ids=NAMED)
-def test_leases_and_generations(database: Database, claim: Any, kind: str) -> None:
-    claim(PostgresStore(database), kind)
+@pytest.mark.parametrize(("require", "kind"), CLAIMS, ids=NAMED)
+def test_leases_and_generations(database: Database, require: Any, kind: str) -> None:
+    require(PostgresStore(database), kind)
 
 
-@pytest.mark.parametrize(("claim", "kind"), CLAIMS, ids=NAMED)
-def test_the_stand_in_gives_the_same_answers(claim: Any, kind: str) -> None:
-    claim(MemoryVectorStore(), kind)
+@pytest.mark.parametrize(("require", "kind"), CLAIMS, ids=NAMED)
+def test_the_stand_in_gives_the_same_answers(require: Any, kind: str) -> None:
+    require(MemoryVectorStore(), kind)
 
 
 # ---- each condition is needed
