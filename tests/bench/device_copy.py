@@ -37,7 +37,7 @@ from fabric_pipelines.device.gpu import Gpu
 from fabric_pipelines.shards.device_copy import DTYPES, DeviceCopy
 from fabric_pipelines.shards.residence import Residence
 from fabric_pipelines.testing.standin_card import StandInCard
-from tests.bench.rebuild import ArrayStore, corpus
+from tests.bench.moving_corpus import ArrayStore, corpus
 
 NAME, K, ROUNDS = "bench", 10, 3
 BUFFER_BYTES, COPIES = 32 << 20, 64
