@@ -55,7 +55,7 @@ def test_a_home_that_cannot_be_written_is_known_before_any_work(
 def test_a_home_that_is_a_file_is_named(user: User) -> None:
     (user.folder / "file").write_text("mine")
     said = user.beside(user.folder / "file").refused("up", "--no-ui", code=1)
-    assert said.startswith(f"{user.folder}/file/run cannot be created")
+    assert said.startswith(f"{user.folder}/file cannot be created (File exists)")
     assert (user.folder / "file").read_text() == "mine"
 
 
