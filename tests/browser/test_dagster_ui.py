@@ -55,7 +55,7 @@ def test_every_check_ran_and_passed(nodes: dict[str, Any]) -> None:
         for name, node in nodes.items()
         for check in node["assetChecksOrError"]["checks"]
     }
-    assert len(checks) == 8
+    assert len(checks) == 9
     for name, latest in checks.items():
         assert latest is not None, name
         assert (latest["status"], latest["evaluation"]["success"]) == ("SUCCEEDED", True), name

@@ -94,7 +94,7 @@ def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_ke
     chosen = sorted(
         {
             *numbers(life, CHANGES - OFTEN, 1),
-            *numbers(life, OFTEN, 3),  # all of them take a minute of CPU more
+            *numbers(life, OFTEN, 5),  # all of them take a minute of CPU more
             *numbers(life, others, 12),
         }
     )
@@ -112,7 +112,7 @@ def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_ke
             require_stopped(failed)
         if name not in OFTEN or not at % 8:
             require_kept(failed, at)
-    assert ends["fatal"] > 100
+    assert ends["fatal"] > 80
     assert ends["whole"] > 5, "no call of the store was among them"
 
 

@@ -8,13 +8,16 @@ import pytest
 
 from tests.bench import rebuild
 
-SIZE = ["--rows", "50000", "--dim", "64", "--lists", "100", "--iterations", "4", "--json"]
+QUESTIONS = 1000  # half of the bench's: most of the time is theirs
+SIZE = ["--rows", "20000", "--dim", "64", "--lists", "100", "--iterations", "4", "--json"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     folder = str(tmp_path_factory.mktemp("bench"))
-    return {str(row["moves"]): row for row in rebuild.main([*SIZE, "--folder", folder])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebuild, "QUESTIONS", QUESTIONS)
+        return {str(row["moves"]): row for row in rebuild.main([*SIZE, "--folder", folder])}
 
 
 @pytest.mark.parametrize("moves", ["random", "confined"])
@@ -22,7 +25,7 @@ def test_one_percent_of_the_rows_is_at_most_three_percent_of_the_bytes(
     measured: dict[str, dict[str, object]], moves: str
 ) -> None:
     row = measured[moves]
-    assert (row["how"], row["moved"]) == ("increment", 500)
+    assert (row["how"], row["moved"]) == ("increment", 200)
     assert float(str(row["bytes_share"])) <= 0.03
     assert int(str(row["files_linked"])) >= 7 * 3  # every block of vectors, ids and columns
 
@@ -40,7 +43,7 @@ def test_random_moves_reach_most_lists_and_none_is_rewritten_whole(
     measured: dict[str, dict[str, object]],
 ) -> None:
     row = measured["random"]
-    assert int(str(row["lists_moved"])) > 90
+    assert int(str(row["lists_moved"])) > 70
     assert row["lists_written_and_unmoved"] == 0
     assert row["layers"] == 1
 
@@ -83,7 +86,9 @@ LAID_OVER = [
 @pytest.fixture(scope="module")
 def laid_over(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = str(tmp_path_factory.mktemp("bench"))
-    found = rebuild.main([*LAID_OVER, "--json", "--folder", folder])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebuild, "QUESTIONS", QUESTIONS)
+        found = rebuild.main([*LAID_OVER, "--json", "--folder", folder])
     return {kind: [row for row in found if row["moves"] == kind] for kind in rebuild.KINDS}
 
 
