@@ -282,35 +282,41 @@ def _fullest_together(heap: Heap, rows: _Rows, budget: Budget, waste: float) -> 
     """Where no lane fills a batch by itself: the draining one that fills the largest share of it together with shorter
     ones, the longest of equals. Else the thin lanes of a long tail would go first, each in a batch of its own, while
     dense ones behind them could share a full one. None without padded lanes that drain."""
-    entries = sorted(
-        (heap[at] for at in np.flatnonzero(rows.open & (rows.length > 0))),
-        key=lambda entry: entry[:3],
+    open_ = np.flatnonzero(rows.open & (rows.length > 0)).tolist()
+    order = sorted(
+        (at for at in open_ if heap[at][3].step is Step.DRAINING), key=lambda at: heap[at][:3]
     )
-    lanes = [entry[3] for entry in entries if entry[3].step is Step.DRAINING]
+    ready, tokens = rows.ready.tolist(), rows.tokens.tolist()
+    thin = [(heap[at][3], ready[at], tokens[at]) for at in order]
     best, best_share = None, 0.0
-    for at, lane in enumerate(lanes[:TOGETHER_MAX]):
-        length, sampling = lane.key.length, lane.key.sampling
-        most = max(1, min(budget.sequences, budget.tokens // length))
-        count, tokens = lane.ready, lane.ready_tokens
-        for other in lanes[at + 1 :]:
-            if count >= most:
-                break
-            if other.key.sampling != sampling or other.key.length == length:
-                continue
-            # so many of it, at their mean length, until padding is more than may be
-            missing = (1 - waste) * length - other.ready_tokens / other.ready
-            spare = tokens - (1 - waste) * length * count
-            added = other.ready if missing <= 0 else min(other.ready, max(0, int(spare / missing)))
-            count += added
-            tokens += added * other.ready_tokens // other.ready
-            if added < other.ready:
-                break
-        share = min(count, most) / most
+    for at, (lane, *_) in enumerate(thin[:TOGETHER_MAX]):
+        share = _share_together(thin[at:], budget, waste)
         if share > best_share:
             best, best_share = lane, share
-        if count >= most:
+        if share == 1.0:
             break
     return best
+
+
+def _share_together(thin: list[tuple[Lane, int, int]], budget: Budget, waste: float) -> float:
+    """How much of a batch of the first of these lanes, each with its ready tasks and tokens, it fills with what the
+    others have of its work: each at its mean length, until padding is more than may be."""
+    (lane, count, tokens), *others = thin
+    length = lane.key.length
+    most = max(1, min(budget.sequences, budget.tokens // length))
+    for other, ready, held in others:
+        if count >= most:
+            break
+        if other.key.sampling != lane.key.sampling or other.key.length == length:
+            continue
+        missing = (1 - waste) * length - held / ready
+        spare = tokens - (1 - waste) * length * count
+        added = ready if missing <= 0 else min(ready, max(0, int(spare / missing)))
+        count += added
+        tokens += added * held // ready
+        if added < ready:
+            break
+    return min(count, most) / most
 
 
 class _Rows:

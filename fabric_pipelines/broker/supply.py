@@ -119,7 +119,7 @@ class Supply:
         self._state = state
         self._room = room or Room(state)
         self._merge_waste = merge_waste
-        self._queues: dict[str, LaneQueue] = {}
+        self._queues = defaultdict[str, LaneQueue](lambda: LaneQueue(merge_waste))  # by engine
         self._passed_over: dict[int, int] = {}  # by lane: leases given past a suspect piece
         self.held_back = ""  # why the last one who asked got nothing although work is ready for it
         # how many of these tasks, from the first, can be read now; and the lanes that the last grant passed over
@@ -173,7 +173,7 @@ class Supply:
             self._offer(self._state.lanes[at])
 
     def _offer(self, lane: Lane) -> None:
-        self._queues.setdefault(lane.key.engine, LaneQueue(self._merge_waste)).offer(lane)
+        self._queues[lane.key.engine].offer(lane)
 
     def ready_for(self, engine: str, refuser: int, tenant: str | None = None) -> int:
         """Ready tasks of the engine (and tenant), less those that this class of consumers refused."""

@@ -146,16 +146,19 @@ def vector_type(built: Database) -> str:
     return str(row[0])
 
 
+def rewrite(built: Database, vector_type: str) -> None:
+    """Other vectors in every row, by a new file for the table."""
+    other = "vector + vector"
+    if vector_type == "bytea":
+        other = "set_byte(vector, 0, get_byte(vector, 0) # 1)"
+    execute(built, REWRITE.format(vector_type, other))
+
+
 def test_a_rewritten_table_asks_for_an_audit_which_finds_every_row(
     built: Database, tmp_path: Path, vector_type: str
 ) -> None:
     """No trigger fires, and the change log has nothing."""
-    other = (
-        "set_byte(vector, 0, get_byte(vector, 0) # 1)"
-        if vector_type == "bytea"
-        else "vector + vector"
-    )
-    execute(built, REWRITE.format(vector_type, other))
+    rewrite(built, vector_type)
     (stale,) = staleness.staleness(built, "corpus")
     assert (stale.verdict, stale.log, stale.moved) == ("audit", "rewritten", 0)
     assert shards.audit(built, tmp_path, "corpus").updated == ROWS
@@ -168,12 +171,7 @@ def test_a_rewritten_table_asks_for_an_audit_which_finds_every_row(
 def test_a_rewritten_table_is_refreshed_without_an_audit_before(
     built: Database, tmp_path: Path, vector_type: str
 ) -> None:
-    other = (
-        "set_byte(vector, 0, get_byte(vector, 0) # 1)"
-        if vector_type == "bytea"
-        else "vector + vector"
-    )
-    execute(built, REWRITE.format(vector_type, other))
+    rewrite(built, vector_type)
     assert refresh(built, tmp_path).why == "100.0% of the rows moved"
     require_up_to_date(built, tmp_path)
 

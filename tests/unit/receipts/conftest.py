@@ -22,18 +22,19 @@ def store() -> MemoryVectorStore:
     return memory
 
 
+SHAPE = {"lists": 6, "seed": 7, "metric": "cosine", "lists_per_block": 2}
+
+
 @pytest.fixture
 def generation(store, tmp_path):
-    return shards.build(
-        store,
-        tmp_path,
-        "notes",
-        lists=6,
-        seed=7,
-        metric="cosine",
-        recipe={"engine_fingerprint": "ab" * 32, "weights_sha256": "cd" * 32},
-        lists_per_block=2,
-    )
+    recipe = {"engine_fingerprint": "ab" * 32, "weights_sha256": "cd" * 32}
+    return shards.build(store, tmp_path, "notes", recipe=recipe, **SHAPE)
+
+
+@pytest.fixture
+def build_along(store, tmp_path):
+    """Call it: a full build along the centroids of the published generation."""
+    return lambda: shards.build(store, tmp_path, "notes", recipe={}, keep_centroids=True, **SHAPE)
 
 
 @pytest.fixture

@@ -49,18 +49,8 @@ def test_an_increment_over_a_generation_without_a_receipt_issues_it_first(
     assert receipts.verify(store, tmp_path, receipt.receipt_id).differences == ()
 
 
-def test_so_does_a_build_that_keeps_the_centroids(store, tmp_path, generation):
-    second = shards.build(
-        store,
-        tmp_path,
-        "notes",
-        lists=6,
-        seed=7,
-        metric="cosine",
-        recipe={},
-        lists_per_block=2,
-        keep_centroids=True,
-    )
+def test_so_does_a_build_that_keeps_the_centroids(store, generation, build_along):
+    second = build_along()
     (first,) = store.find_receipts(shard="notes")
     assert (first.generation, list(second.manifest.parents)) == (1, [first.receipt_id])
 

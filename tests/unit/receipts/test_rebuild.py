@@ -21,20 +21,12 @@ def test_a_rebuild_is_identical_and_leaves_nothing_behind(store, tmp_path, recei
     assert store.last_generation("notes") == 1
 
 
-def test_a_generation_with_kept_centroids_rebuilds_identical_too(store, tmp_path, receipt):
+def test_a_generation_with_kept_centroids_rebuilds_identical_too(
+    store, tmp_path, receipt, build_along
+):
     base = 5 << 40
     store.put(np.array([base + 3]), np.ones((1, 16)))
-    shards.build(
-        store,
-        tmp_path,
-        "notes",
-        lists=6,
-        seed=7,
-        metric="cosine",
-        recipe={},
-        lists_per_block=2,
-        keep_centroids=True,
-    )
+    build_along()
     second = receipts.issue(store, tmp_path, "notes")
     assert second.parents == (receipt.receipt_id,)
     assert receipts.rebuild(store, tmp_path, second.receipt_id).verdict == "identical"
