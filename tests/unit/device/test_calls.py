@@ -16,6 +16,7 @@ import pytest
 
 from fabric_pipelines.device import calls
 from fabric_pipelines.errors import UsageError
+from tests.support import skip_or_fail
 
 HERE = Path(__file__).parent
 SHIM = HERE.parents[2] / "cuda" / "shim"
@@ -39,10 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-in as libcuda.so.1, compiled clients, and the counting library built from its source."""
     compiler = shutil.which("cc")
     if compiler is None or shutil.which("make") is None:
-        reason = "needs a C compiler and make"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail("a C compiler and make")
     folder = tmp_path_factory.mktemp("driver")
     share = [compiler, "-O1", "-shared", "-fPIC", "-w"]
     driver = folder / "libcuda.so.1"
