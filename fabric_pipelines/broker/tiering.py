@@ -11,7 +11,7 @@ and those rows alone wait until it is back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -432,6 +432,11 @@ class Tiering:
         if known is not None and known.all:
             del self.lost[segment.first_lsn]
 
+    def _found(self, first: int, last: int, but: Container[int] = ()) -> None:
+        """None of the frames from `first` to `last` counts as lost any more, `but` these."""
+        for lsn in [lsn for lsn in self.lost if first <= lsn <= last and lsn not in but]:
+            del self.lost[lsn]
+
     def _lose_frame(self, segment: Segment, lsn: int, fault: ColdLost, now_s: float) -> None:
         """Name the tasks that wait for this frame; its neighbours go on. In the words of the scrub."""
         self._is_there(segment)
@@ -453,8 +458,7 @@ class Tiering:
         ids = spans_of(self.core.state.task_ids(tasks))
         named = "".join(f"; {part}" for part in rows_of(self.core.state, tasks)[:3])
         need = f"{len(tasks)} tasks need it ({ids}{named})" if len(tasks) else "no task needs it"
-        for lsn in range(segment.first_lsn, segment.last_lsn + 1):
-            self.lost.pop(lsn, None)
+        self._found(segment.first_lsn, segment.last_lsn)
         again_s = now_s + LOST_AGAIN_S
         sentence = f"{fault}; {need}; {AGAIN_SOON}"
         self.lost[segment.first_lsn] = Lost(sentence, segment.last_lsn, again_s, all=True)
@@ -574,9 +578,7 @@ class Tiering:
                 scrubbing.note(answer, cold=True)
                 self._is_there(segment)
                 bad = {damage.lsn for damage in answer.damaged}
-                for lsn in range(answer.first_lsn, answer.last_lsn + 1):
-                    if lsn not in bad:
-                        self.lost.pop(lsn, None)
+                self._found(answer.first_lsn, answer.last_lsn, bad)
             elif isinstance(answer, ColdLost):
                 self.lose(segment, answer, self.clock.monotonic_s())
             else:
