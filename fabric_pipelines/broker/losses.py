@@ -76,14 +76,29 @@ def rows_of(state: State, tasks: Sequences) -> list[LostRows]:
     index, found = state.index, []
     for record in np.unique(index.submission[tasks]).tolist()[:SUBMISSIONS_MAX]:
         mine = tasks[index.submission[tasks] == record]
-        batches = np.array(state.submissions[record].batches, np.int64)
-        counts, bases = _counts_of(state, batches), index.base.view[batches]
-        before = np.cumsum(counts) - counts
-        at = np.searchsorted(bases, mine, side="right") - 1
-        rows = mine - bases[at] + before[at]
+        rows = _rows_within(state, record, mine)
         header = state.submissions[record].header
         found.append(LostRows(header.submission_id, header.function, len(rows), spans_of(rows)))
     return found
+
+
+def rows_in_submission(state: State, tasks: Sequences) -> Sequences:
+    """Which row of its submission each task is, in any order."""
+    records, rows = state.index.submission[tasks], np.zeros(len(tasks), np.int64)
+    for record in np.unique(records).tolist():
+        mine = records == record
+        rows[mine] = _rows_within(state, record, tasks[mine])
+    return rows
+
+
+def _rows_within(state: State, record: int, tasks: Sequences) -> Sequences:
+    """The same of tasks of one submission."""
+    batches = np.array(state.submissions[record].batches, np.int64)
+    counts, bases = _counts_of(state, batches), state.index.base.view[batches]
+    before = np.cumsum(counts) - counts
+    at = np.searchsorted(bases, tasks, side="right") - 1
+    rows: Sequences = tasks - bases[at] + before[at]
+    return rows
 
 
 def _counts_of(state: State, batches: Sequences) -> Sequences:

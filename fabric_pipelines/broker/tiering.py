@@ -367,10 +367,10 @@ class Tiering:
             retry_after_s=SOON_S if not self._back.patience.due_s else 1.0,
         )
 
-    def is_lost(self, tasks: Sequences) -> bool:
-        """Whether rows of these tasks lie in lost frames."""
+    def lost_rows(self, tasks: Sequences) -> npt.NDArray[np.bool_]:
+        """Which of these tasks have their row in lost frames."""
         lsns, _ = self.core.state.index.locate(tasks)
-        return bool(_within(lsns, self.lost).any())
+        return _within(lsns, self.lost)
 
     def _fetch_next(self, now_s: float) -> None:
         if not self._wanted or not self._back.free(now_s):
