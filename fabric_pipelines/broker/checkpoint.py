@@ -116,6 +116,17 @@ class Checkpoints:
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def path_of(self, lsn: int) -> Path:
+        return self._folder / f"{PREFIX}{lsn:016d}"
+
+    def remains(self, path: Path) -> Snapshot | None:
+        """What is whole of a file that `load` refuses, for telling what is gone: its head and those columns whose CRC
+        fits. None if not even the head is. Never a state again. Raises OSError."""
+        if path.name not in self._ops.names(self._folder):
+            return None
+        found = _whole_parts(self._read(path))
+        return None if isinstance(found, str) else found[0]
+
     def holds(self, fact: CheckpointTaken) -> bool:
         """Whether there is a file for that fact, whole or not."""
         return f"{PREFIX}{fact.lsn:016d}" in self._ops.names(self._folder)
@@ -226,15 +237,34 @@ def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot 
     head = json.loads(text)
     if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
         return "is of another journal or moment"
+    parts = _whole_parts(raw)
+    if isinstance(parts, str):
+        return parts
+    found, damaged = parts
+    return f"is damaged in its column {damaged[0]}" if damaged else found
+
+
+def _whole_parts(raw: memoryview) -> tuple[Snapshot, list[str]] | str:
+    """What is whole by its own CRC, and the names of the columns that are not; or what is wrong with the head."""
+    if len(raw) < PREAMBLE.size:
+        return "is cut short"
+    magic, version, length, crc = PREAMBLE.unpack_from(raw)
+    text, start = raw[PREAMBLE.size : PREAMBLE.size + length], padded(PREAMBLE.size + length)
+    if (magic, version) != (MAGIC, VERSION) or len(text) != length or crc32c(text) != crc:
+        return "is damaged in its head"
     stored: dict[str, tuple[dict[str, Any], memoryview]] = {}
-    for section in head["sections"]:
+    damaged: list[str] = []
+    for section in json.loads(bytes(text))["sections"]:
         begin = start + section["offset"]
         body = raw[begin : begin + section["stored"]]
-        if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
-            return f"is damaged in its column {section['name']}"
-        stored[section["name"]] = section, body
+        if len(body) == section["stored"] and crc32c(body) == section["crc32c"]:
+            stored[section["name"]] = section, body
+        else:
+            damaged.append(section["name"])
+    if "head" not in stored:
+        return "is damaged in its column head"
     first = _Packed({"head": stored.pop("head")})
-    return Snapshot(first["head"].tobytes(), _Packed(stored))
+    return Snapshot(first["head"].tobytes(), _Packed(stored)), damaged
 
 
 class _Packed(Mapping[str, Column]):

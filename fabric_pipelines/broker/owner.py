@@ -67,6 +67,7 @@ from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
     ColdLost,
+    CorruptionFound,
     FabricError,
     HomeGone,
     NotFetched,
@@ -363,7 +364,14 @@ class Owner:
             self.scrubbing.whole()
         self.cold_scrubbed([call() for call in self.cold_scrub()] if cold is None else cold)
         damaged = self.scrub_report().damaged
-        return verify(self.core, self.journal, self._checkpoints, base, damaged)
+        try:
+            return verify(self.core, self.journal, self._checkpoints, base, damaged)
+        except CorruptionFound as fault:
+            self.reach.note(fault)
+            damaged = self.scrub_report().damaged
+            said = [frame.sentence for frame in damaged] or [str(fault)]
+            index, frames = self.core.state.index, self.core.state.frames
+            return VerifyReport(False, index.count, frames, said, damaged)
 
     def scrub(self, budget_bytes: int) -> bool:
         """Look at so much more of the sealed log; whether that ended a round."""

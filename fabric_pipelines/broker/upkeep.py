@@ -85,7 +85,7 @@ class Upkeep:
         self.journal, self.core, self.payloads = journal, core, payloads
         self.rhythm, self.clock = rhythm, clock
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.disk_full = False
+        self.disk_full = self.base_is_lost = False
         self.base = restored.base
         self.newest, self.older = restored.newest, restored.older
         self._checkpoints, self._words, self._background = checkpoints, words, background
@@ -166,6 +166,8 @@ class Upkeep:
             self._keep(taken, self.newest)
             self.newest, self.older = taken, self.newest
             self._checkpoints.reserve(2 * taken.size)
+            if self.base_is_lost and self.base is not None:
+                self._lean_on(taken, self.base.below)
         self._choose_front()
 
     def kept(self) -> list[CheckpointTaken]:
@@ -296,14 +298,18 @@ class Upkeep:
 
     def _drop(self) -> None:
         assert self.newest is not None
-        self._checkpoints.require(self.newest)
         below, self._below = self._below, 0
-        fact = Dropped(below, self.newest.lsn, self.newest.digest)
+        self._lean_on(self.newest, below)
+
+    def _lean_on(self, newest: CheckpointTaken, below: int) -> None:
+        """What is below that LSN is given up, or was: from here on this checkpoint stands for it."""
+        self._checkpoints.require(newest)
+        fact = Dropped(below, newest.lsn, newest.digest)
         self._words.log([fact])
         self._words.commit()
-        self.base = fact
+        self.base, self.base_is_lost = fact, False
         self._finish_drop()
-        self._keep(self.newest)
+        self._keep(newest)
         self.older = None
 
     def _finish_drop(self) -> None:

@@ -319,3 +319,20 @@ def test_a_damaged_segment_does_not_go_cold_and_is_cleared_up_to(tmp_path: Path)
         sorted(bench.owner.core.state.task_ids(bench.owner.core.state.in_state(0)))[:1] == lost[:1]
     )
     bench.close()
+
+
+def test_damage_in_the_segment_that_is_written_to_is_found_by_a_verify_and_withheld(
+    bench: DiskBench,
+) -> None:
+    _, tasks = submit(bench, 1)
+    spoil(bench, Kind.ENQUEUE, 1)
+    report = bench.owner.verify()
+    assert not report.ok
+    (frame,) = report.damaged
+    assert (frame.tasks, frame.live) == (ROWS, ROWS)
+    assert bench.disk._segments[0].sealed, "so that a start does not read it through"
+    bench.settle(2)
+    bench.crash()
+    bench.attach("w")
+    bench.settle(1)
+    assert run_all(bench) == tasks[:ROWS] + tasks[2 * ROWS :]
