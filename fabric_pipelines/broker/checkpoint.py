@@ -129,7 +129,11 @@ class Checkpoints:
 
     def holds(self, fact: CheckpointTaken) -> bool:
         """Whether there is a file for that fact, whole or not."""
-        return f"{PREFIX}{fact.lsn:016d}" in self._ops.names(self._folder)
+        path = self.path_of(fact.lsn)
+        try:
+            return path.name in self._ops.names(self._folder)
+        except OSError as fault:
+            raise _failed(path, "looked for", fault) from fault
 
     def require(self, fact: CheckpointTaken) -> None:
         """StorageFailed unless the file that the fact speaks of is here. Its head is compared, which covers the CRCs of its

@@ -69,9 +69,10 @@ class Reach:
 
     def why(self) -> NotFetched:
         """What to say to somebody who finds only tasks that cannot be read."""
-        if self.tiering is not None and (self.tiering.lost or not self.withheld.sentence):
-            return self.tiering.why()
-        return NotFetched(f"CorruptionFound: {self.withheld.sentence}", retry_after_s=AGAIN_S)
+        tiering, said = self.tiering, self.withheld.sentence
+        if tiering is not None and (tiering.lost or tiering.expects or not said):
+            return tiering.why()
+        return NotFetched(f"CorruptionFound: {said}", retry_after_s=AGAIN_S)
 
     # -- damage
 
