@@ -124,8 +124,10 @@ class Checkpoints:
         fits. None if not even the head is. Never a state again. Raises OSError."""
         if path.name not in self._ops.names(self._folder):
             return None
-        found = _whole_parts(self._read(path))
-        return None if isinstance(found, str) else found[0]
+        raw = self._read(path)
+        text = _told_head(raw)
+        stored = {} if text is None else _parts(raw, text)[0]
+        return _snapshot_of(stored) if "head" in stored else None
 
     def holds(self, fact: CheckpointTaken) -> bool:
         """Whether there is a file for that fact, whole or not."""
@@ -241,34 +243,40 @@ def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot 
     head = json.loads(text)
     if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
         return "is of another journal or moment"
-    parts = _whole_parts(raw)
-    if isinstance(parts, str):
-        return parts
-    found, damaged = parts
-    return f"is damaged in its column {damaged[0]}" if damaged else found
+    stored, damaged = _parts(raw, text)
+    return f"is damaged in its column {damaged[0]}" if damaged else _snapshot_of(stored)
 
 
-def _whole_parts(raw: memoryview) -> tuple[Snapshot, list[str]] | str:
-    """What is whole by its own CRC, and the names of the columns that are not; or what is wrong with the head."""
+def _told_head(raw: memoryview) -> bytes | None:
+    """The head of a file of which no fact's digest is at hand, if it fits its own CRC."""
     if len(raw) < PREAMBLE.size:
-        return "is cut short"
+        return None
     magic, version, length, crc = PREAMBLE.unpack_from(raw)
-    text, start = raw[PREAMBLE.size : PREAMBLE.size + length], padded(PREAMBLE.size + length)
-    if (magic, version) != (MAGIC, VERSION) or len(text) != length or crc32c(text) != crc:
-        return "is damaged in its head"
+    text = bytes(raw[PREAMBLE.size : PREAMBLE.size + length])
+    known = (magic, version, len(text)) == (MAGIC, VERSION, length)
+    return None if not known or crc32c(text) != crc else text
+
+
+def _parts(
+    raw: memoryview, text: bytes
+) -> tuple[dict[str, tuple[dict[str, Any], memoryview]], list[str]]:
+    """The columns that are whole by their CRCs, and the names of the others. `text`: of the head."""
+    start = padded(PREAMBLE.size + len(text))
     stored: dict[str, tuple[dict[str, Any], memoryview]] = {}
     damaged: list[str] = []
-    for section in json.loads(bytes(text))["sections"]:
+    for section in json.loads(text)["sections"]:
         begin = start + section["offset"]
         body = raw[begin : begin + section["stored"]]
-        if len(body) == section["stored"] and crc32c(body) == section["crc32c"]:
-            stored[section["name"]] = section, body
-        else:
+        if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
             damaged.append(section["name"])
-    if "head" not in stored:
-        return "is damaged in its column head"
+        else:
+            stored[section["name"]] = section, body
+    return stored, damaged
+
+
+def _snapshot_of(stored: dict[str, tuple[dict[str, Any], memoryview]]) -> Snapshot:
     first = _Packed({"head": stored.pop("head")})
-    return Snapshot(first["head"].tobytes(), _Packed(stored)), damaged
+    return Snapshot(first["head"].tobytes(), _Packed(stored))
 
 
 class _Packed(Mapping[str, Column]):
