@@ -134,7 +134,7 @@ class Owner:
         self.core = Core(state, limits, now_s=clock.monotonic_s())
         self.payloads = Payloads(journal, state)
         self.withheld = self.payloads.withheld
-        self.reach = Reach(self.core, self.payloads, Words(self._log, self.commit))
+        self.reach = Reach(self.core, self.payloads, Words(self._log, self.commit), journal)
         self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
@@ -576,12 +576,13 @@ class Owner:
     def lease(self, name: str, budget: Budget, call: int) -> tuple[Lease | None, str]:
         """The lease or, without one, the reason to hold ("" when nothing is ready)."""
         now_s = self.clock.monotonic_s()
-        facts, grant, rows = self.reach.granted(name, budget, call, now_s, self._require_written)
+        facts, grant, rows, newest = self.reach.granted(name, budget, call, now_s)
         self._log(facts)
         if grant is None:
             if self.core.withheld:
                 raise self.reach.why()
             return None, self.core.why_held(name)
+        self._require_written([newest])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
         return self.payloads.lease(grant, deadline_us, rows), ""
 

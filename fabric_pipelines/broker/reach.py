@@ -8,7 +8,7 @@ else's work. Rows that are only away, in the cold tier, are `tiering`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Fact, GivenUp
 from fabric_pipelines.broker.losses import NOTHING, Sequences, tasks_at
 from fabric_pipelines.broker.payloads import Payloads
+from fabric_pipelines.broker.recovery import Log
 from fabric_pipelines.broker.replies import DamagedFrame
 from fabric_pipelines.broker.scrubbing import Scrubbing
 from fabric_pipelines.broker.state import SubmissionRecord
@@ -35,9 +36,18 @@ AGAIN_S = 5.0
 GIVEN_UP = "its row or outcome lay in damaged bytes of the log, and its submission was given up"
 
 
+class Granted(NamedTuple):
+    """A lease to be logged, or one that was (without facts), and its rows. newest: the last frame of these."""
+
+    facts: list[Fact]
+    grant: Grant | None
+    rows: pa.RecordBatch | None
+    newest: int
+
+
 class Reach:
-    def __init__(self, core: Core, payloads: Payloads, words: Words) -> None:
-        self._core, self._payloads, self._words = core, payloads, words
+    def __init__(self, core: Core, payloads: Payloads, words: Words, journal: Log) -> None:
+        self._core, self._payloads, self._words, self._journal = core, payloads, words, journal
         self.withheld = payloads.withheld
         self.tiering: Tiering | None = None
         self._parts: tuple[Journal, Scrubbing, Upkeep] | None = None
@@ -121,21 +131,14 @@ class Reach:
 
     # -- leases and outcomes
 
-    def granted(
-        self,
-        name: str,
-        budget: Budget,
-        call: int,
-        now_s: float,
-        require_written: Callable[[list[int]], None],
-    ) -> tuple[list[Fact], Grant | None, pa.RecordBatch | None]:
+    def granted(self, name: str, budget: Budget, call: int, now_s: float) -> Granted:
         """The next lease and its rows, read before anything is said of it: what cannot be read is not leased. Of an old
         one that is asked for again such tasks go back."""
         core = self._core
         while True:
             facts, grant = core.lease(name, budget, now_s, call)
             if grant is None:
-                return facts, None, None
+                return Granted(facts, None, None, 0)
             tasks, old = grant.tasks, not facts
             if old and (gone := self.withheld.rows(tasks)) is not None:
                 ids, reason = core.state.task_ids(tasks[gone]), self.withheld.sentence
@@ -144,13 +147,18 @@ class Reach:
             if old and self.tiering is not None and self.tiering.near(tasks) < len(tasks):
                 raise self.tiering.why()  # its rows are on their way
             frames, _ = core.state.index.locate(tasks)
-            require_written([int(frames.max())])  # what a crash could forget is not worked on
+            newest = int(frames.max())
+            if newest > self._journal.durable_lsn and not self._in_memory(frames):
+                self._words.commit()  # a frame of the open group cannot be read back
             try:
-                return facts, grant, self._payloads.tasks(tasks)
+                return Granted(facts, grant, self._payloads.tasks(tasks), newest)
             except CorruptionFound as fault:
                 if not old:
                     core.take_back(name, grant, call)
                 self.meet(fault)
+
+    def _in_memory(self, frames: Sequences) -> bool:
+        return all(map(self._payloads.holds, np.unique(frames).tolist()))
 
     def outcomes(self, tasks: Sequences) -> pa.RecordBatch | None:
         """Of those of these computed tasks whose outcome can be read; None if there are none."""
