@@ -20,6 +20,7 @@ from fabric_pipelines.shards.disk import Disk
 from fabric_pipelines.shards.store import PostgresStore, VectorStore
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.services.test_shards import ROWS, build, land
+from tests.support import MAJORS
 
 TABLES = ("fabric.shard_lease", "fabric.device_lease", "fabric.shard_generation")
 Sides = dict[str, Callable[..., Any]]
@@ -232,6 +233,15 @@ def emptied(database: Database) -> PostgresStore:
 @pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)
 def test_leases_and_generations(database: Database, require: Any, kind: str) -> None:
     require(PostgresStore(database), kind)
+
+
+@pytest.mark.parametrize("postgres", MAJORS[:-1], indirect=True)
+def test_older_servers_keep_every_claim(database: Database) -> None:
+    kept = 0
+    for require, kind in ALL:
+        require(emptied(database), kind)
+        kept += 1
+    assert kept == len(NAMED)
 
 
 @pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)

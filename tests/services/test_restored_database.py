@@ -170,6 +170,10 @@ def test_as_many_unsettled_landings_as_lost_ones_hide_nothing(database: Database
         proof.require_landed(database, settled_of(np.concatenate([here[10:], lost])), JOURNAL)
     proof.require_landed(database, settled_of(here[10:]), JOURNAL)  # landed and not yet settled
     proof.require_landed(database, settled_of(here[:0]), JOURNAL)
+    with pytest.raises(UsageError, match="10 tasks that the broker retired"):
+        proof.accept_loss(database, settled_of(np.concatenate([here, lost])), 11)
+    assert proof.accept_loss(database, settled_of(np.concatenate([here, lost])), 10) == 10
+    proof.require_landed(database, settled_of(np.concatenate([here, lost])), JOURNAL)
 
 
 @ON_EVERY_SERVER
