@@ -26,7 +26,7 @@ from fabric_pipelines.broker.accounts import (
     has_repeats,
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
-from fabric_pipelines.broker.contents import Contents
+from fabric_pipelines.broker.contents import Contents, StreamContent
 from fabric_pipelines.broker.deaths import requeued
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -269,7 +269,7 @@ class Core:
         tokens = int(token_counts(batch).sum()) + (0 if record is None else record.tokens)
         return self._contents.proven(header, before, tokens, batch, content, stored)
 
-    def content_of(self, submission_id: str) -> Fingerprinter | None:
+    def content_of(self, submission_id: str) -> StreamContent | None:
         """Fingerprint of what was taken so far, for one stream to carry on."""
         record = self.state.by_submission.get(submission_id)
         return self._contents.of(submission_id, 0 if record is None else record.rows)

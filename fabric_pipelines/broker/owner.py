@@ -18,6 +18,7 @@ import pyarrow as pa
 
 import fabric_pipelines
 from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.contents import StreamContent
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -470,7 +471,7 @@ class Owner:
             self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
 
-    def content_of(self, submission_id: str) -> Fingerprinter | None:
+    def content_of(self, submission_id: str) -> StreamContent | None:
         """For a stream that goes on with this submission, to be carried along outside the owner's thread."""
         return self.core.content_of(submission_id)
 

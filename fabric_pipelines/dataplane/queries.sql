@@ -167,8 +167,44 @@ from fabric.shard_lease
 where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp()
 for update;
 
+-- name: published
+select name, generation, token, manifest_sha256, manifest, published_at, pruned_at, pinned_at, pin_reason
+from fabric.shard_generation
+where name = %(name)s
+order by generation;
+
+-- name: lock_shard
+-- Publication, pruning and pins of one shard take turns at this row.
+select token from fabric.shard_lease
+where name = %(name)s
+for update;
+
+-- name: lock_held_shard
+select token from fabric.shard_lease
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp()
+for update;
+
+-- name: prune_generation
+update fabric.shard_generation
+set pruned_at = clock_timestamp(), manifest = fabric.manifest_kept(name, generation, manifest)
+where name = %(name)s and generation = %(generation)s and pruned_at is null and pinned_at is null
+  and not fabric.generation_needed(name, generation);
+
+-- name: forget_audits
+delete from fabric.shard_audit where shard = %(name)s and generation = %(generation)s;
+
+-- name: pin_generation
+update fabric.shard_generation
+set pinned_at = clock_timestamp(), pin_reason = %(reason)s
+where name = %(name)s and generation = %(generation)s and pruned_at is null;
+
+-- name: unpin_generation
+update fabric.shard_generation
+set pinned_at = null, pin_reason = null
+where name = %(name)s and generation = %(generation)s and pinned_at is not null;
+
 -- name: current_generation
-select name, generation, token, manifest_sha256, manifest, published_at
+select name, generation, token, manifest_sha256, manifest, published_at, pruned_at, pinned_at, pin_reason
 from fabric.shard_generation
 where name = %(name)s and (%(generation)s::bigint is null or generation = %(generation)s)
 order by generation desc

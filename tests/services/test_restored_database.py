@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from fabric_pipelines import settings as settings_module
 from fabric_pipelines.cli import app
+from fabric_pipelines.completion.receive import by_function
 from fabric_pipelines.dataplane import account, dump, proof, results
 from fabric_pipelines.dataplane.account import Unrestored
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, place
 from fabric_pipelines.dataplane.writer import Writer
-from fabric_pipelines.errors import IncarnationMismatch, UsageError
+from fabric_pipelines.errors import DatabaseUnavailable, IncarnationMismatch, UsageError
 from fabric_pipelines.records.settled import Ids, Settled
+from fabric_pipelines.settings import make_runtime_folder
 from tests.services.test_completion_process import TASKS, Machine
 from tests.support import ON_EVERY_SERVER, eventually
 from tests.support_completions import pulled_batch
@@ -101,6 +105,61 @@ def test_a_database_restored_from_an_older_dump_is_refused_checked_and_taken_on_
     machine.start("completion")
 
 
+def test_after_a_refused_start_the_commands_reach_the_embedded_database_by_themselves(
+    open_folder: Path, tmp_path: Path
+) -> None:
+    home = open_folder / "embedded"
+    home.mkdir()
+    settings = settings_module.load({"home": home}, {}, tmp_path)
+    server = EmbeddedPostgres(place(settings), options={"fsync": "off"}, durable_initdb=False)
+    make_runtime_folder(settings.runtime_dir)
+    database = Database(server.start())
+    machine = Machine(home, database)
+    del machine.environment["FABRIC_PG_URL"]
+    try:
+        database.migrate()
+        machine.start("broker")
+        submission = machine.submit()
+        machine.compute()
+        completion, writer = machine.client("completion"), Writer(database)
+        while (pulled := completion.pull_computed(rows=TASKS)) is not None and pulled.num_rows:
+            for batch in by_function(pulled):
+                landed = writer.land(batch)
+                if landed.confirmation is not None:
+                    completion.retire(landed.task_ids, landed.confirmation)
+                if landed.dead_confirmation is not None:
+                    completion.dead(
+                        landed.dead_task_ids,
+                        landed.dead_confirmation,
+                        requeues=landed.dead_requeues,
+                    )
+        writer.close()
+        with database.session() as connection:  # as an older dump would have it
+            for table in ("acks", "generate", "dead_letters"):
+                connection.execute(f"delete from fabric.{table}".encode())
+    finally:
+        server.stop()
+    with pytest.raises(DatabaseUnavailable):
+        database.connect()
+
+    checked = command(machine, "check", "--json")
+    (named,) = json.loads(checked.stdout)["unrestored"]
+    assert (checked.exit_code, named["submission_id"], named["tasks"]) == (3, submission, TASKS)
+    assert "runs for this command" in checked.stderr
+    assert command(machine, "accept-loss", str(TASKS)).exit_code == 0
+    dumped = command(machine, "dump", str(tmp_path / "made.dump"))
+    assert dumped.exit_code == 0, dumped.stderr
+    server.start()  # and nothing is left running that would be in its way
+    try:
+        used = command(machine, "check", "--json")
+        assert (used.exit_code, json.loads(used.stdout)["given_up"]) == (0, TASKS)
+        assert "runs for this command" not in used.stderr
+        assert server.running
+    finally:
+        server.stop()
+        machine.close()
+
+
 @ON_EVERY_SERVER
 def test_as_many_unsettled_landings_as_lost_ones_hide_nothing(database: Database) -> None:
     writer = Writer(database)
@@ -111,6 +170,10 @@ def test_as_many_unsettled_landings_as_lost_ones_hide_nothing(database: Database
         proof.require_landed(database, settled_of(np.concatenate([here[10:], lost])), JOURNAL)
     proof.require_landed(database, settled_of(here[10:]), JOURNAL)  # landed and not yet settled
     proof.require_landed(database, settled_of(here[:0]), JOURNAL)
+    with pytest.raises(UsageError, match="10 tasks that the broker retired"):
+        proof.accept_loss(database, settled_of(np.concatenate([here, lost])), 11)
+    assert proof.accept_loss(database, settled_of(np.concatenate([here, lost])), 10) == 10
+    proof.require_landed(database, settled_of(np.concatenate([here, lost])), JOURNAL)
 
 
 @ON_EVERY_SERVER

@@ -336,3 +336,19 @@ def test_damage_in_the_segment_that_is_written_to_is_found_by_a_verify_and_withh
     bench.attach("w")
     bench.settle(1)
     assert run_all(bench) == tasks[:ROWS] + tasks[2 * ROWS :]
+
+
+def test_a_submission_with_a_damaged_batch_can_still_be_ended(bench: DiskBench) -> None:
+    """Its fingerprint cannot be proven any more, which is counted."""
+    made = [tasks_of([30] * ROWS, seed=at) for at in range(3)]
+    header = submission_of(made, 1)
+    bench.owner.open_submission(header)
+    for at, batch in enumerate(made):
+        bench.upload(header, at * ROWS, batch)
+    seal(bench)
+    bench.checkpoint()
+    spoil(bench, Kind.ENQUEUE, 1)
+    bench.crash()
+    assert bench.owner.close_submission(header.submission_id).closed
+    assert bench.owner.core.counters["closed_unproven"] == 1
+    assert bench.owner.status().journal["withheld_tasks"] == ROWS
