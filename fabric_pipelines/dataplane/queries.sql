@@ -459,6 +459,9 @@ select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 -- name: relation_kind
 select relkind::text from pg_class where oid = to_regclass(%(relation)s);
 
+-- name: forget_watches_from_elsewhere
+select fabric.forget_watches_from_elsewhere();
+
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);
 

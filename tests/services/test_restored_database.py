@@ -250,6 +250,22 @@ def test_what_was_proven_rests_on_its_landings(database: Database) -> None:
     assert proven(database, told) == []
 
 
+@ON_EVERY_SERVER
+def test_landings_that_another_cluster_numbered_are_in_nobodys_way(database: Database) -> None:
+    """Restored into a new cluster, whose transactions are counted from the beginning: the same numbers come again."""
+    ids = land(database, 0, 10)
+    with database.session() as connection:
+        connection.execute(
+            "insert into fabric.acks (xid, function, first_task, last_task, rows, inserted, dead, size, ids) "
+            "select (pg_current_xact_id()::text::bigint + ahead)::text::xid8, function, first_task, last_task, rows, "
+            "inserted, dead, size, ids from fabric.acks, generate_series(1, 9) as ahead"
+        )
+    more = [land(database, first, 5) for first in (10, 15, 20)]
+    told = Told(np.concatenate([ids, *more]), rows=20)
+    assert proven(database, told) == [0, 1]
+    assert account.check(database, settled_of(told.ids)).ok
+
+
 def test_an_older_dump_has_an_older_word_and_what_was_settled_since_is_asked_for(
     database: Database, empty_database: Database, tmp_path: Path
 ) -> None:
