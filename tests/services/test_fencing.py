@@ -217,8 +217,8 @@ OF_RETENTION: list[tuple[Callable[[VectorStore, str], None], str]] = [
     (pins_are_of_one_generation_that_is_there, "shard"),
     (who_lost_the_lease_prunes_nothing, "shard"),
 ]
-RETENTION = ("published", "prune_generation", "pin_generation", "unpin_generation")
-RETENTION += ("lock_held_shard",)
+RETENTION = {"published", "prune_generation", "pin_generation", "unpin_generation"}
+RETENTION |= {"lock_held_shard"}
 ALL = [*CLAIMS, *OF_RETENTION]
 NAMED = [f"{claim.__name__}-{kind}" for claim, kind in ALL]
 
@@ -278,7 +278,7 @@ def test_the_statements_are_those_that_one_expects() -> None:
     kinds = {f"{step}_{kind}" for kind in ("shard", "device") for step in ("acquire", "renew")}
     kinds |= {f"release_{kind}" for kind in ("shard", "device")}
     kinds |= {"publish_generation", "publish_device", "shard_holder", "device_holder", "devices"}
-    kinds |= set(RETENTION)
+    kinds |= RETENTION
     assert named == kinds | {"last_generation", "current_generation"}
     assert conditions(sql._blocks()["publish_generation"]) == [
         "name = %(name)s",
