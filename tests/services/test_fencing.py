@@ -231,8 +231,8 @@ def emptied(database: Database) -> PostgresStore:
 
 
 @pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)
-def test_leases_and_generations(database: Database, require: Any, kind: str) -> None:
-    require(PostgresStore(database), kind)
+def test_leases_and_generations(shared_database: Database, require: Any, kind: str) -> None:
+    require(emptied(shared_database), kind)
 
 
 @pytest.mark.parametrize("postgres", MAJORS[:-1], indirect=True)
@@ -299,12 +299,16 @@ def without(name: str, condition: str, instead: str, patch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("name", "condition", "instead"), list(fencing()))
 def test_each_condition_is_needed(
-    database: Database, monkeypatch: pytest.MonkeyPatch, name: str, condition: str, instead: str
+    shared_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    condition: str,
+    instead: str,
 ) -> None:
     without(name, condition, instead, monkeypatch)
     red = []
     for claim, kind in OF_RETENTION if name in RETENTION else CLAIMS:
-        store = emptied(database)
+        store = emptied(shared_database)
         try:
             claim(store, kind)
         except (AssertionError, pytest.fail.Exception, FabricError):
