@@ -363,6 +363,29 @@ from unnest(
 ) as missing (run)
 order by 1
 
+-- name: proven
+-- Nothing, unless the landings that it rests on are what they were.
+select p.page, p.tasks, p.mark
+from fabric.proven as p
+join fabric.proven_by as b using (journal_id)
+where journal_id = %(journal_id)s
+  and (b.landings, b.mark) = (select landings, mark from fabric.landings_below(b.below))
+  and b.given_up = (select coalesce(sum(tasks), 0) from fabric.given_up);
+
+-- name: prove_page
+insert into fabric.proven as known (journal_id, page, tasks, mark)
+values (%(journal_id)s, %(page)s, %(tasks)s, %(mark)s)
+on conflict (journal_id, page) do update set tasks = excluded.tasks, mark = excluded.mark;
+
+-- name: proven_by
+insert into fabric.proven_by as known (journal_id, below, landings, mark, given_up)
+select %(journal_id)s, now.below, found.landings, found.mark,
+       (select coalesce(sum(tasks), 0) from fabric.given_up)
+from (select pg_snapshot_xmin(pg_current_snapshot()) as below) as now
+cross join lateral fabric.landings_below(now.below) as found
+on conflict (journal_id) do update
+    set below = excluded.below, landings = excluded.landings, mark = excluded.mark, given_up = excluded.given_up;
+
 -- name: give_up
 insert into fabric.given_up (ids, tasks) values (%(ids)s::int8multirange, %(tasks)s);
 
@@ -435,6 +458,9 @@ select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 
 -- name: relation_kind
 select relkind::text from pg_class where oid = to_regclass(%(relation)s);
+
+-- name: forget_watches_from_elsewhere
+select fabric.forget_watches_from_elsewhere();
 
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);

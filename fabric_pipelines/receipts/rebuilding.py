@@ -37,7 +37,12 @@ from fabric_pipelines.shards.building import full_recipe
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.difference import Difference, field_differences
 from fabric_pipelines.shards.disk import DISK, reading
-from fabric_pipelines.shards.generation import Generation, write_generation
+from fabric_pipelines.shards.generation import (
+    SCRATCH,
+    Generation,
+    sweep_scratch,
+    write_generation,
+)
 from fabric_pipelines.shards.increment import change_of, grow
 from fabric_pipelines.shards.manifest import FileEntry, ShardManifest
 from fabric_pipelines.shards.quality import K, sample
@@ -278,13 +283,15 @@ def _written(
 
 @contextmanager
 def _scratch(root: Path) -> Iterator[Path]:
-    """A folder beside the shards, so on their disk, gone afterwards."""
+    """A folder beside the shards, so on their disk, gone afterwards; what a killed rebuild left goes first."""
+    sweep_scratch(DISK, root)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".rebuild-", dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=root))
     except OSError as fault:
         raise StorageFailed(f"cannot make a scratch folder in {root}: {fault.strerror}") from fault
     try:
-        yield folder
+        with reading(folder):
+            yield folder
     finally:
         shutil.rmtree(folder)
 

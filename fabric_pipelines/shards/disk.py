@@ -145,9 +145,16 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def unread(folder: Path) -> Iterator[bool]:
-    """Whether nobody reads in `folder`; if so, nobody begins to for the life of the block. Raises StorageFailed."""
+    """Whether `folder` is there and nobody reads in it; if so, nobody begins to for the life of the block. Raises
+    StorageFailed."""
     with _reported("lock", folder):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            handle = -1
+    if handle < 0:
+        yield False
+        return
     try:
         with _reported("lock", folder):
             try:

@@ -11,6 +11,7 @@ old file was hashed: rot is not inherited. This module refuses to change or dele
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from fabric_pipelines.shards.disk import Disk, unread
 from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
 from fabric_pipelines.shards.store import VectorStore
 
+SCRATCH = ".rebuild-"
+SCRATCH_GRACE_S = 60.0
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDER_PATTERN = re.compile(r"g(\d{6,})-t(\d+)")
 _TEMP_PATTERN = re.compile(r"\.g\d{6,}-t\d+\.(?:tmp|pruned)")
@@ -119,6 +122,18 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
             continue
         disk.remove_folder(path)
         removed.append(path.name)
+    return removed
+
+
+def sweep_scratch(disk: Disk, root: Path) -> list[str]:
+    """Remove what killed rebuilds left beside the shards; returns the names. One that is at work holds a lock on its folder,
+    and is not yet looked at in its first minute, before it has it."""
+    removed = []
+    for path in sorted(root.glob(f"{SCRATCH}*")):
+        with unread(path) as free:
+            if free and time.time() - path.stat().st_mtime >= SCRATCH_GRACE_S:
+                disk.remove_folder(path)
+                removed.append(path.name)
     return removed
 
 

@@ -22,7 +22,7 @@ from fabric_pipelines.dataplane.vectors import GenerationRow
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.shards.building import holding
 from fabric_pipelines.shards.disk import DISK, Disk, unread
-from fabric_pipelines.shards.generation import hide, shard_folder, sweep
+from fabric_pipelines.shards.generation import hide, shard_folder, sweep, sweep_scratch
 from fabric_pipelines.shards.judging import DECISIONS_FILE
 from fabric_pipelines.shards.manifest import folder_name
 from fabric_pipelines.shards.store import VectorStore, store_of
@@ -48,7 +48,7 @@ class PrunedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """bytes_freed: of files that no kept generation links. swept: names of folders that an earlier holder left."""
+    """bytes_freed: of files that no kept generation links. swept: names of folders that earlier holders and killed rebuilds left."""
 
     shard: str
     dry_run: bool
@@ -75,7 +75,7 @@ def prune(
     if dry_run:
         return _Pruning(store, root, name, keep).foreseen()
     with holding(store, root, name, disk) as lease:
-        swept = sweep(disk, store, shard_folder(root, name), lease)
+        swept = sweep(disk, store, shard_folder(root, name), lease) + sweep_scratch(disk, root)
         work = _Pruning(store, root, name, keep)
         kept, found = dict(work.why()), {}
         hidden: list[Path] = []

@@ -217,8 +217,8 @@ OF_RETENTION: list[tuple[Callable[[VectorStore, str], None], str]] = [
     (pins_are_of_one_generation_that_is_there, "shard"),
     (who_lost_the_lease_prunes_nothing, "shard"),
 ]
-RETENTION = ("published", "prune_generation", "pin_generation", "unpin_generation")
-RETENTION += ("lock_held_shard",)
+RETENTION = {"published", "prune_generation", "pin_generation", "unpin_generation"}
+RETENTION |= {"lock_held_shard"}
 ALL = [*CLAIMS, *OF_RETENTION]
 NAMED = [f"{claim.__name__}-{kind}" for claim, kind in ALL]
 
@@ -231,8 +231,8 @@ def emptied(database: Database) -> PostgresStore:
 
 
 @pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)
-def test_leases_and_generations(database: Database, require: Any, kind: str) -> None:
-    require(PostgresStore(database), kind)
+def test_leases_and_generations(shared_database: Database, require: Any, kind: str) -> None:
+    require(emptied(shared_database), kind)
 
 
 @pytest.mark.parametrize("postgres", MAJORS[:-1], indirect=True)
@@ -278,7 +278,7 @@ def test_the_statements_are_those_that_one_expects() -> None:
     kinds = {f"{step}_{kind}" for kind in ("shard", "device") for step in ("acquire", "renew")}
     kinds |= {f"release_{kind}" for kind in ("shard", "device")}
     kinds |= {"publish_generation", "publish_device", "shard_holder", "device_holder", "devices"}
-    kinds |= set(RETENTION)
+    kinds |= RETENTION
     assert named == kinds | {"last_generation", "current_generation"}
     assert conditions(sql._blocks()["publish_generation"]) == [
         "name = %(name)s",
@@ -299,12 +299,16 @@ def without(name: str, condition: str, instead: str, patch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("name", "condition", "instead"), list(fencing()))
 def test_each_condition_is_needed(
-    database: Database, monkeypatch: pytest.MonkeyPatch, name: str, condition: str, instead: str
+    shared_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    condition: str,
+    instead: str,
 ) -> None:
     without(name, condition, instead, monkeypatch)
     red = []
     for claim, kind in OF_RETENTION if name in RETENTION else CLAIMS:
-        store = emptied(database)
+        store = emptied(shared_database)
         try:
             claim(store, kind)
         except (AssertionError, pytest.fail.Exception, FabricError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import psycopg
 import pytest
 
 from fabric_pipelines import shards
+from fabric_pipelines.dataplane import dump, staleness, vectors
 from fabric_pipelines.dataplane import source as sources
-from fabric_pipelines.dataplane import staleness, vectors
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError, UsageError
@@ -259,6 +260,34 @@ def test_a_relation_made_anew_under_its_name_asks_for_a_rebuild(built: Database)
     execute(built, "alter table fabric.embed rename to embed_old")
     execute(built, "create table fabric.embed (like fabric.embed_old including all)")
     assert (verdict(built).verdict, verdict(built).log) == ("rebuild", "elsewhere")
+
+
+def test_a_watch_of_another_cluster_is_begun_anew_though_its_relation_has_the_same_number(
+    built: Database, tmp_path: Path
+) -> None:
+    """Restored into a new cluster, whose transactions are counted from the beginning."""
+    execute(built, f"{MOVE} where source_row = 1")
+    execute(built, "update fabric.watched set cluster = '1', pruned_below = '9000000'")
+    execute(built, "update fabric.source_change set xid = '8000000'")
+    execute(built, "update fabric.watched_column set xid = '7000000'")
+    build(built, tmp_path)
+    assert (verdict(built).log, verdict(built).moved) == ("complete", 0)
+    execute(built, f"{MOVE} where source_row = 2")
+    assert moved_ids(built) == of(2)
+    assert changes(built) == [("update", 1)]
+
+
+def test_a_restored_dump_notes_each_change_once(
+    built: Database, empty_database: Database, tmp_path: Path
+) -> None:
+    made = dump.write(built, tmp_path / "made.dump")
+    restore = [str(made.program.with_name("pg_restore")), "--no-owner"]
+    subprocess.run([*restore, f"--dbname={empty_database.url}", str(made.path)], check=True)
+    assert verdict(empty_database).log == "elsewhere"
+    build(empty_database, tmp_path)
+    execute(empty_database, f"{MOVE} where source_row = 2")
+    assert (verdict(empty_database).log, moved_ids(empty_database)) == ("complete", of(2))
+    assert changes(empty_database) == [("update", 1)]
 
 
 @ON_EVERY_SERVER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from fabric_pipelines import receipts, shards
 from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, FencingLost, UsageError
 from fabric_pipelines.shards.building import holding
+from fabric_pipelines.shards.disk import reading
 from fabric_pipelines.shards.generation import write_generation
 from tests.support_power import PowerDisk
 from tests.unit.shards.test_generation import RecordingDisk, WorldEnded, build, current
@@ -118,6 +120,20 @@ def test_the_last_decisions_stay_for_the_generations_after_them(store, rows, tmp
     (tmp_path / "notes" / "g000002-t2" / "decisions.json").write_text("{}")
     assert pruned(store, tmp_path).kept[0].why == ("the last decisions are kept there",)
     assert whole(store, tmp_path) == [2, 3]
+
+
+def test_what_a_killed_rebuild_left_goes_and_one_that_is_at_work_stays(store, rows, tmp_path):
+    """Its links would keep bytes that were pruned."""
+    generations(store, rows, tmp_path, 1)
+    for name, age_s in (("dead", 3600), ("at-work", 3600), ("new", 0)):
+        (tmp_path / f".rebuild-{name}" / "g000001-t1").mkdir(parents=True)
+        then = time.time() - age_s
+        os.utime(tmp_path / f".rebuild-{name}", (then, then))
+    with reading(tmp_path / ".rebuild-at-work"):
+        assert pruned(store, tmp_path).swept == (".rebuild-dead",)
+    (receipt,) = store.find_receipts(shard="notes")
+    assert receipts.rebuild(store, tmp_path, receipt.receipt_id).verdict == "identical"
+    assert sorted(path.name for path in tmp_path.glob(".rebuild-*")) == [".rebuild-new"]
 
 
 def test_a_folder_that_is_not_here_is_neither_pruned_nor_called_so(store, rows, tmp_path):
