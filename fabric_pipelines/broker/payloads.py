@@ -235,7 +235,7 @@ class Payloads:
     def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
         """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together. A mapped frame is
         compared with its CRCs each time: outcomes are read once, in large pieces."""
-        for lsn in self._mapped.intersection(lsns.tolist()):
+        for lsn in self._mapped.intersection(lsns.tolist()) if self._mapped else ():
             self.forget_between(lsn, lsn)
         parts = [self._decoded(lsn).slice(a, b - a) for lsn, a, b in _runs(lsns, rows)]
         return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
