@@ -361,6 +361,19 @@ class Journal:
         trusted = segment.is_read(lsn)
         return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
 
+    def distrust(self, lsn: int) -> bool:
+        """That frame, of a segment that is here, is not what was written: it is compared with its CRCs again whenever it
+        is read. Whether its segment is sealed."""
+        segment = self._segment_of(lsn)
+        if segment.sealed:  # what is still written to is compared at each read anyhow
+            segment.mark_unread(lsn)
+        return segment.sealed
+
+    def kind_of(self, lsn: int) -> int:
+        """Of a frame that is held."""
+        segment = self._segment_of(lsn)
+        return segment.kinds[lsn - segment.first_lsn]
+
     def recycle_below(self, lsn: int) -> int:
         """Give up the sealed segments that end below `lsn`; returns how many. The decision is durable
         before a file may be used again."""

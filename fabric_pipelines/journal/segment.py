@@ -131,6 +131,12 @@ class Segment:
             return False
         return not self.knows_frames or header.crc == self.crcs[lsn - self.first_lsn]
 
+    def mark_unread(self, lsn: int) -> None:
+        """It was compared before, and is not what it was."""
+        if self.unread is None:
+            self.unread = bytearray(len(self.offsets))
+        self.unread[lsn - self.first_lsn] = 1
+
     def is_read(self, lsn: int) -> bool:
         return self.unread is None or not self.unread[lsn - self.first_lsn]
 
