@@ -77,7 +77,7 @@ from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.records.settled import Settled, Sums
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
 from fabric_pipelines.settings import Settings
@@ -228,12 +228,30 @@ class BrokerClient:
         pages: list[Settled] = []
         begin: int | None = 0
         while begin is not None:
-            head, runs = self._call("settled", {"begin": begin})
-            firsts, ends, owners = (np.frombuffer(run, np.int64) for run in runs)
-            named = {int(at): (pair[0], pair[1]) for at, pair in head["submissions"].items()}
-            pages.append(Settled(firsts, ends, owners, named))
-            begin = head["next"]
+            page, begin = self._settled_page(begin)
+            pages.append(page)
         return Settled.joined(pages)
+
+    def settled_page(self, begin: int) -> Settled:
+        """Those of the page that begins at sequence number `begin`."""
+        return self._settled_page(begin)[0]
+
+    def settled_sums(self) -> Sums:
+        """All pages in short: what of them is as it was need not be asked for."""
+        tasks, marks = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+        begin: int | None = 0
+        while begin is not None:
+            head, parts = self._call("settled_sums", {"begin": begin})
+            tasks.append(np.frombuffer(parts[0], np.int64))
+            marks.append(np.frombuffer(parts[1], np.uint64))
+            begin = head["next"]
+        return Sums(int(head["rows"]), np.concatenate(tasks), np.concatenate(marks))
+
+    def _settled_page(self, begin: int) -> tuple[Settled, int | None]:
+        head, runs = self._call("settled", {"begin": begin})
+        firsts, ends, owners = (np.frombuffer(run, np.int64) for run in runs)
+        named = {int(at): (pair[0], pair[1]) for at, pair in head["submissions"].items()}
+        return Settled(firsts, ends, owners, named), head["next"]
 
     def requeue(self, task_ids: TaskIds, *, reason: str) -> RequeueReply:
         """Dead tasks are ready again, under their ids and without their attempts. Durable on return; what is not dead

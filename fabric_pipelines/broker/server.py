@@ -33,7 +33,7 @@ from fabric_pipelines.broker.roles import (
     require_role,
     require_tenant,
 )
-from fabric_pipelines.broker.settled import settled_page
+from fabric_pipelines.broker.settled import PAGE_ROWS, settled_page, settled_sums
 from fabric_pipelines.broker.tiering import ColdScrub
 from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.uploads import (
@@ -102,6 +102,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "states": self._states,
             "requeue": self._requeue,
             "settled": self._settled,
+            "settled_sums": self._settled_sums,
         }
         if credentials is None:
             super().__init__(endpoint)
@@ -208,6 +209,13 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         named = {str(at): list(pair) for at, pair in page.submissions.items()}
         runs = (as_part(page.firsts), as_part(page.ends), as_part(page.owners))
         return {"next": after, "submissions": named}, runs
+
+    def _settled_sums(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        begin = fields.count(head, "begin", most=fields.NUMBER_MAX)
+        tasks, marks, after = self._desk.ask(
+            lambda owner: settled_sums(owner.core.state, begin), Rank.QUESTION
+        ).result()
+        return {"next": after, "rows": PAGE_ROWS}, (as_part(tasks), as_part(marks))
 
     def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)

@@ -68,6 +68,7 @@ from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
 TOKEN_BYTES = 4
+ROW_LOST = "RowLost"  # what a task dies of whose row or outcome lay in damaged bytes
 OUTCOME_BYTES = 512  # of an outcome beside tokens and vector: ids, names, times, a short error text
 LIVES_KEPT = 4096
 HELD = (LEASED, IN_DOUBT)
@@ -393,7 +394,13 @@ class State:
 
     def _given_up(self, fact: GivenUp, effects: Effects) -> None:
         tasks = fact.tasks
+        if fact.lost:
+            over = self.index.state[tasks] == COMPUTED
+            effects.risen, tasks = tasks[over], tasks[~over]
+            self.index.put("done", fact.tasks, -1)
+            self.reasons.update((int(task), (ROW_LOST, fact.reason)) for task in fact.tasks)
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
+        tasks = fact.tasks
         self.index.verdict[tasks] = Verdict.REFUSED
         self._clear(tasks)
         effects.computed = tasks

@@ -668,7 +668,10 @@ def test_a_scrub_through_the_socket_names_segment_and_tasks(broker: Broker) -> N
         assert frame.segment == str(first)
         assert frame.live > 0
         assert re.fullmatch(r"\d+-\d+", frame.task_ids)
-        assert first.name in admin.status().fault
+        status = admin.status()
+        assert status.fault == "", "all others would go on"
+        assert status.journal["withheld_tasks"] == frame.live
+        assert first.name in str(status.journal["damaged"])
 
 
 def test_a_full_broker_is_emptied_and_takes_tasks_again(broker: Broker) -> None:
