@@ -301,7 +301,8 @@ class Core:
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
-        claimed = tasks[((states == IN_DOUBT) & own) | (states == READY)]
+        ready = self.room.fitting(tasks[states == READY])
+        claimed = np.sort(np.concatenate([tasks[(states == IN_DOUBT) & own], ready]))
         facts: list[Fact] = []
         if len(claimed):
             facts.append(Claimed(self.state.next_lease, name, claimed))
@@ -471,6 +472,8 @@ class Core:
         finished = codes == STATUSES.index("ok")
         ours = open_ | ((states == READY) & finished)
         ours &= (index.holder[tasks[rows]] == mine) & fresh
+        lapsed = np.flatnonzero(ours & ~open_)  # these were promised no space
+        ours[lapsed[self.room.fit(tasks[rows[lapsed]]) :]] = False
         past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~fresh
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
@@ -569,7 +572,7 @@ class Core:
         self._resuming = self._resuming and now_s < self._grace_s
         self.roster.forget(now_s)
         if self.state.refused and not self._resuming:
-            facts += given_up(self.state, self.roster.known)
+            facts += given_up(self.state, self.roster.known, self.room.settlements)
         return facts
 
     def displaced(self, by: Session, now_s: float) -> list[Fact]:

@@ -22,14 +22,18 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Fact, Moved, MovedComputed
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Restored
+from fabric_pipelines.broker.room import UPKEEP_BYTES
 from fabric_pipelines.broker.tiering import Tiering
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
-from fabric_pipelines.journal import Journal
+from fabric_pipelines.errors import Backpressure, CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.journal import Holding, Journal
 from fabric_pipelines.records.arrow import to_ipc
 
 MOVE_BYTES = 4 << 20
 PRESSED_EVERY_S = 0.5
+GIVE_BACK_S = 10.0
+ROUND = 2.0  # no share of a segment that lives is too large
+CHECKPOINT_BYTES, TASK_BYTES, SUBMISSION_BYTES = 1 << 16, 32, 2048  # of a file, see Upkeep
 COUNTERS = (
     "checkpoints",
     "checkpoints_refused",
@@ -97,6 +101,8 @@ class Upkeep:
         self._clearing_all = False
         self._tiering: Tiering | None = None
         self._pressed_s = float("-inf")
+        self._needed_bytes, self._gave_back_s = 0, clock.monotonic_s()
+        core.room.may_dip = False
         self._finish_drop()
         self._keep(restored.newest, restored.older)
 
@@ -112,7 +118,7 @@ class Upkeep:
 
     @property
     def pressed(self) -> bool:
-        tight = self.disk_full or self.core.room.is_tight
+        tight = self.disk_full or self.core.room.is_short
         return tight or self.journal.bytes_used >= self.rhythm.high_water
 
     def tick(self) -> None:
@@ -127,6 +133,16 @@ class Upkeep:
             elif self.pressed and now_s - self._pressed_s >= PRESSED_EVERY_S:
                 self._pressed_s = now_s
                 self._make_room()
+            elif not self.pressed:
+                self.core.room.may_dip = False
+                self._give_back(now_s)
+
+    def _give_back(self, now_s: float) -> None:
+        """Segments that nothing needed for a while: what is leased was more once."""
+        self._needed_bytes = max(self._needed_bytes, self.core.room.keep)
+        if now_s - self._gave_back_s >= GIVE_BACK_S:
+            self.journal.release(self._needed_bytes)
+            self._needed_bytes, self._gave_back_s = 0, now_s
 
     # -- checkpoints
 
@@ -134,6 +150,9 @@ class Upkeep:
         """Over everything up to now; written in the background, one at a time."""
         if self._underway is not None:
             return
+        slack = self.core.room.slack
+        if slack is not None and slack < UPKEEP_BYTES:
+            return  # its fact would take what is promised
         self._words.commit()
         taken, lsn = snapshot.take(self.core.state), self.journal.durable_lsn
         self._behind = 0
@@ -160,6 +179,23 @@ class Upkeep:
             self._checkpoints.reserve(2 * taken.size)
         self._choose_front()
 
+    def require_checkpoint_room(self) -> None:
+        """Backpressure for new tasks while the disk has no room for a checkpoint with them: without one nothing of the
+        log is ever freed."""
+        if self._checkpoints.is_claimed:
+            return
+        state = self.core.state
+        size = CHECKPOINT_BYTES + TASK_BYTES * state.index.count
+        size += SUBMISSION_BYTES * len(state.submissions)
+        size = max(size, 2 * self.newest.size if self.newest is not None else 0)
+        if not self._checkpoints.reserve(size):
+            self.disk_full = True
+            raise Backpressure(
+                f"the disk of the journal is full: it has no {size} bytes for the next checkpoint, which frees space in "
+                "the end; tasks are taken again when results have landed",
+                retry_after_s=5.0,
+            )
+
     def kept(self) -> list[CheckpointTaken]:
         """Of which files are here: of the newest, of the spare before it, of the one that the log begins behind."""
         base = self.base
@@ -176,7 +212,9 @@ class Upkeep:
     # -- freeing the front of the log
 
     def _make_room(self) -> None:
-        """Pressed for space: if a good part of the log is dead, see to it that it can be cleared."""
+        """Pressed for space: if a good part of the log is dead, see to it that it can be cleared. If leases wait and less
+        is, the log goes round by what the floor takes, see `space.front_that_fits`. Nothing is tried that frees nothing:
+        each checkpoint takes space, too."""
         need = self._needed(pinned=False)
         holdings = self.journal.holdings
         live = space.live_bytes(need, self.journal, holdings)
@@ -185,16 +223,55 @@ class Upkeep:
             live[here].sum()
         )
         least = min(self.rhythm.high_water, self.journal.segment_bytes) // 4
-        if dead < max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used)):
-            return
-        self._share = space.UNDER_PRESSURE
-        if holdings[-1].bytes > least // 2:
+        much = max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used))
+        room = self.core.room
+        shares = [space.UNDER_PRESSURE] if dead >= much else []
+        shares += [ROUND] if room.is_short and dead >= least // 2 else []
+        room.may_dip = not shares
+        if shares and holdings[-1].bytes > least // 2 and self._may_roll(holdings, int(live[-1])):
             self._words.commit()
             try:
                 self.journal.roll()
             except StorageFailed:
                 self._words.commit()  # a full disk is no reason to stop, a dead journal is
-        self.begin_checkpoint()
+            holdings = self.journal.holdings
+            live = space.live_bytes(need, self.journal, holdings)
+        for share in shares:
+            self._share = share
+            if self._front(holdings, live, self._covered_lsn, share):
+                self._choose_front()
+                return
+            if self._front(holdings, live, self.journal.next_lsn, share):
+                self.begin_checkpoint()
+                return
+        room.may_dip, self._share = True, space.MOSTLY_DEAD
+
+    @property
+    def _covered_lsn(self) -> int:
+        return self.newest.lsn if self.newest is not None else 0
+
+    def _may_roll(self, holdings: list[Holding], live: int) -> bool:
+        """The rest of a segment is lost by it: never what is promised or what its own live rows are copied into, and on
+        a disk that leases wait for only where nothing else can be cleared."""
+        room, journal = self.core.room, self.journal
+        if (slack := room.slack) is None or (room.is_short and len(holdings) > 1):
+            return slack is None
+        rest = journal.held_bytes - journal.held_behind
+        needed = journal.held_bytes - slack + space.copied_bytes(live) + UPKEEP_BYTES
+        journal.hold(needed + rest)
+        return journal.held_behind >= needed
+
+    def _front(self, holdings: list[Holding], live: Any, covered_lsn: int, share: float) -> int:
+        """First LSN to keep, as far as a checkpoint of that LSN allows and the live rows have a place to go."""
+        left = self.core.room.left
+        room = 1 << 60 if left is None else left + self.core.room.floor - UPKEEP_BYTES
+        if share == ROUND:
+            return space.front_that_fits(holdings, live, covered_lsn, room)
+        below = space.front_to_clear(holdings, live, covered_lsn, share)
+        over = [
+            own for holding, own in zip(holdings, live, strict=True) if holding.last_lsn < below
+        ]
+        return below if sum(map(space.copied_bytes, over)) <= room else 0
 
     def _choose_front(self) -> None:
         share, self._share = self._share, space.MOSTLY_DEAD
@@ -203,7 +280,7 @@ class Upkeep:
         holdings = self.journal.holdings
         need = self._needed(pinned=share == space.MOSTLY_DEAD)
         live = space.live_bytes(need, self.journal, holdings)
-        self._below = space.front_to_clear(holdings, live, self.newest.lsn, share)
+        self._below = self._front(holdings, live, self.newest.lsn, share)
         self._clearing_all = share != space.MOSTLY_DEAD
 
     def _clear_some(self) -> None:
@@ -250,7 +327,7 @@ class Upkeep:
         """None while rows to be copied are on their way from the cold tier."""
         state, below = self.core.state, self._below
         need = self._needed(pinned=not self._clearing_all)
-        size = min(MOVE_BYTES, self.journal.segment_bytes // 4)
+        size = min(MOVE_BYTES, self.journal.segment_bytes // 8)
         batches = space.batches_to_move(state, need, self.journal, below, size)
         if len(batches):
             rows = np.concatenate([state.index.rows_of(int(batch)) for batch in batches])

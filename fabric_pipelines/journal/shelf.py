@@ -35,7 +35,10 @@ class Shelf:
         free: list[Path],
     ) -> None:
         self._ops, self._folder, self._segment_bytes = ops, folder, segment_bytes
-        self._fds, self.free = fds, free
+        self._fds = fds
+        whole = [path for path in free if path in fds and ops.size(fds[path]) >= segment_bytes]
+        self.free = whole
+        self._short = [path for path in free if path not in whole]  # they need new space to be one
         self.spare: Spare | None = None
         self._lent: list[tuple[Path, int, memoryview]] = []
 
@@ -50,15 +53,34 @@ class Shelf:
         if self.spare is not None:
             return
         self.take_back()
-        if self.free:
-            path = self.free.pop(0)
-            fd = self._fds[path] if path in self._fds else self._ops.open(path)
-        else:
-            path = self._folder / f"{self._next_number():08d}{SUFFIX}"
-            fd = self._ops.open(path, create=True)
+        path = self.free.pop(0) if self.free else self._new()
+        self.spare = Spare(path, self._allocated(path))
+
+    def more(self) -> None:
+        """Have one more that is free, out of new space. StorageFailed, with nothing changed, when the disk is full."""
+        path = self._new()
+        self._allocated(path)
+        self.free.append(path)
+
+    def less(self) -> None:
+        """One that is free goes."""
+        path = self.free.pop()
+        if path in self._fds:
+            self._ops.close(self._fds.pop(path))
+        self._ops.unlink(path)
+
+    def _new(self) -> Path:
+        if self._short:
+            return self._short.pop(0)
+        path = self._folder / f"{self._next_number():08d}{SUFFIX}"
+        self._fds[path] = self._ops.open(path, create=True)
+        return path
+
+    def _allocated(self, path: Path) -> int:
+        fd = self._fds[path] if path in self._fds else self._ops.open(path)
         self._fds[path] = fd
         self._allocate(path, fd)
-        self.spare = Spare(path, fd)
+        return fd
 
     def _allocate(self, path: Path, fd: int) -> None:
         try:
