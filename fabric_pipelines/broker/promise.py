@@ -20,20 +20,20 @@ from fabric_pipelines.ids import canonical_json
 from fabric_pipelines.records.completion import ERROR_TEXT_BYTES_MAX, clip_error_text
 
 TOKEN_BYTES = 4
-OUTCOME_BYTES = 6144  # of an outcome alone beside tokens, vector and metadata, see `bounded`
-SETTLE_BYTES = 2048  # of a retirement or burial alone
-LEASE_BYTES = 1536  # of a lease, beside the numbers of its tasks
+OUTCOME_BYTES = 4864  # of an outcome alone beside tokens, vector and metadata, see `bounded`
+SETTLE_BYTES = 1280  # of a retirement or burial alone
+LEASE_BYTES = 1024  # of a lease, beside the numbers of its tasks
 TASK_BYTES = 8  # of such a number
-VECTOR_UNKNOWN_BYTES = 8192  # of a vector while none of its kind was seen: 4,096 elements
-PROOF_BYTES_MAX = 1024
-NAME_BYTES_MAX = 400  # of a session as it is written down: 200 characters may be more
+VECTOR_UNKNOWN_BYTES = 2048  # of a vector while none of its kind was seen: 1,024 elements
+PROOF_BYTES_MAX = 512
+NAME_BYTES_MAX = 256  # of a session as it is written down: 200 characters may be more
 TEXT_BYTES_MAX: Mapping[str, int] = {
-    "finish_reason": 64,
-    "artifact_uri": 512,
+    "finish_reason": 32,
+    "artifact_uri": 256,
     "artifact_sha256": 64,
-    "error_code": 128,
-    "engine": 256,
-    "engine_fingerprint": 256,
+    "error_code": 64,
+    "engine": 128,
+    "engine_fingerprint": 64,
 }
 
 

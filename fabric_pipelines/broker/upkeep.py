@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -228,38 +228,47 @@ class Upkeep:
         shares = [space.UNDER_PRESSURE] if dead >= much else []
         shares += [ROUND] if room.is_short and dead >= least // 2 else []
         room.may_dip = not shares
-        if shares and holdings[-1].bytes > least // 2 and self._may_roll(holdings, int(live[-1])):
-            self._words.commit()
-            try:
-                self.journal.roll()
-            except StorageFailed:
-                self._words.commit()  # a full disk is no reason to stop, a dead journal is
-            holdings = self.journal.holdings
-            live = space.live_bytes(need, self.journal, holdings)
         for share in shares:
-            self._share = share
             if self._front(holdings, live, self._covered_lsn, share):
+                self._share = share
                 self._choose_front()
                 return
             if self._front(holdings, live, self.journal.next_lsn, share):
+                self._share = share
                 self.begin_checkpoint()
                 return
-        room.may_dip, self._share = True, space.MOSTLY_DEAD
+        sealed = [*holdings[:-1], replace(holdings[-1], sealed=True)]
+        for share in shares if holdings[-1].bytes > least // 2 else ():
+            if self._front(sealed, live, self.journal.next_lsn, share) and self._roll(
+                int(live[-1])
+            ):
+                self._share = share
+                self.begin_checkpoint()
+                return
+        room.may_dip = True
 
     @property
     def _covered_lsn(self) -> int:
         return self.newest.lsn if self.newest is not None else 0
 
-    def _may_roll(self, holdings: list[Holding], live: int) -> bool:
-        """The rest of a segment is lost by it: never what is promised or what its own live rows are copied into, and on
-        a disk that leases wait for only where nothing else can be cleared."""
+    def _roll(self, live: int) -> bool:
+        """The rest of a segment is lost by it: never what is promised or what its own live rows are copied into, nor,
+        while leases go on, the floor."""
         room, journal = self.core.room, self.journal
-        if (slack := room.slack) is None or (room.is_short and len(holdings) > 1):
-            return slack is None
-        rest = journal.held_bytes - journal.held_behind
-        needed = journal.held_bytes - slack + space.copied_bytes(live) + UPKEEP_BYTES
-        journal.hold(needed + rest)
-        return journal.held_behind >= needed
+        if (slack := room.slack) is not None:
+            rest = journal.held_bytes - journal.held_behind
+            least = space.copied_bytes(live) + UPKEEP_BYTES if room.is_short else room.floor
+            needed = journal.held_bytes - slack + least
+            journal.hold(needed + rest)
+            if journal.held_behind < needed:
+                return False
+        self._words.commit()
+        try:
+            journal.roll()
+        except StorageFailed:
+            self._words.commit()  # a full disk is no reason to stop, a dead journal is
+            return False
+        return True
 
     def _front(self, holdings: list[Holding], live: Any, covered_lsn: int, share: float) -> int:
         """First LSN to keep, as far as a checkpoint of that LSN allows and the live rows have a place to go."""

@@ -53,7 +53,7 @@ class Shelf:
         if self.spare is not None:
             return
         self.take_back()
-        path = self.free.pop(0) if self.free else self._new()
+        path = self.free.pop() if self.free else self._new()
         self.spare = Spare(path, self._allocated(path))
 
     def more(self) -> None:
@@ -64,7 +64,7 @@ class Shelf:
 
     def less(self) -> None:
         """One that is free goes."""
-        path = self.free.pop()
+        path = self.free.pop(0)
         if path in self._fds:
             self._ops.close(self._fds.pop(path))
         self._ops.unlink(path)
