@@ -165,9 +165,8 @@ class Core:
             counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
-        elif isinstance(fact, Computed):
-            if fact.too_large_for:
-                counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
+        elif isinstance(fact, Computed) and fact.too_large_for:
+            counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, Requeued):
@@ -302,7 +301,7 @@ class Core:
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
         ready = self.room.fitting(tasks[states == READY])
-        claimed = np.sort(np.concatenate([tasks[(states == IN_DOUBT) & own], ready]))
+        claimed = np.union1d(tasks[(states == IN_DOUBT) & own], ready)
         facts: list[Fact] = []
         if len(claimed):
             facts.append(Claimed(self.state.next_lease, name, claimed))

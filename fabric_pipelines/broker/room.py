@@ -46,6 +46,7 @@ UPKEEP_BYTES = 4096  # of a checkpoint's fact, of a DROP and what is written aro
 SETTLED = SETTLE_BYTES + TASK_BYTES
 EACH = OUTCOME_BYTES + SETTLED
 SETTLED_MAX = 1 << 40
+LEAVING = (Requeued, SubmissionClosed, Moved, MovedComputed, Computed)
 
 
 class Space(Protocol):
@@ -118,6 +119,8 @@ class Room:
         """Bytes held that such a fact leaves to others; None for one that was promised its space or only frees some."""
         if isinstance(fact, Enqueued | SubmissionOpened):
             return self.keep
+        if not isinstance(fact, LEAVING):
+            return None
         promised = self._state.promised_bytes
         if isinstance(fact, Requeued):
             return promised + self.floor

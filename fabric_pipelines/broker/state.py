@@ -593,8 +593,11 @@ class State:
     def promised_bytes(self) -> int:
         """The same, with what it takes to retire or bury them and what is computed."""
         tasks = self.accounts.tasks[:, : len(self.lanes)]
-        open_ = int(tasks[[LEASED + 1, IN_DOUBT + 1, COMPUTED + 1]].sum())
-        return self.reserved_bytes + open_ * SETTLE_BYTES
+        held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
+        count, beside = int(held.sum()), int(held @ self.lane_beside.view)
+        computed = int(tasks[COMPUTED + 1].sum())
+        outcomes = count * OUTCOME_BYTES + self.held_new * TOKEN_BYTES + beside
+        return outcomes + (count + computed) * SETTLE_BYTES
 
     @property
     def under_way(self) -> Sequences:

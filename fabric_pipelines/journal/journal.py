@@ -227,8 +227,7 @@ class Journal:
 
     @property
     def _whole_bytes(self) -> int:
-        lost = FIRST_FRAME_OFFSET + 2 * CONTROL_FRAME_BYTES + self.frame_max
-        return max(self.segment_bytes - lost, 0)
+        return max(self.segment_bytes - self.frame_max - 3 * CONTROL_FRAME_BYTES, 0)
 
     @property
     def room_bytes(self) -> int:
@@ -238,18 +237,13 @@ class Journal:
 
     def hold(self, size: int) -> int:
         """See to it that `held_bytes` is at least so much, out of free space, as far as that goes; how much it is."""
-        self._require_working()
         self._kept = max(FREE_KEPT, -(-size // max(self._whole_bytes, 1)))
         while self.held_bytes < size and self._whole_bytes:
-            try:
-                if self._ops.free_bytes(self.folder) < self.segment_bytes:
+            self.watch()  # a new file could come to lie under the name of a missing one
+            with self._failing_stops("preparing a segment"):
+                free = self._ops.free_bytes(self.folder)
+                if free < self.segment_bytes or not self._shelf.more():
                     break
-                self.watch()  # a new file could come to lie under the name of a missing one
-                with self._failing_stops("preparing a segment"):
-                    self._shelf.more()
-            except StorageFailed:
-                self._require_working()
-                break
         return self.held_bytes
 
     def release(self, size: int) -> None:
@@ -542,8 +536,7 @@ class Journal:
         return segment.end + size + CONTROL_FRAME_BYTES <= segment.size
 
     def _make_room(self, frame_bytes: int, keep: int | None) -> None:
-        """See to it that so many bytes can be written with the open group, if need be by preparing a segment now, and
-        that `keep` bytes are held behind them."""
+        """See to it that so many bytes fit, if need be in a segment that is prepared now, with `keep` held behind them."""
         size = self._group_bytes + frame_bytes + CONTROL_FRAME_BYTES
         most = self.segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
         if size > most:
@@ -554,19 +547,16 @@ class Journal:
         if keep is not None:
             self._require_kept(frame_bytes, keep)
         if not self._fits(size):
-            if self._group and self._fits(self._group_bytes + CONTROL_FRAME_BYTES):
+            if self._group and self.fits(0):
                 self.write()  # what a segment loses at its end is less than one frame
             self._prepare()
 
     def _require_kept(self, frame_bytes: int, keep: int) -> None:
-        def after() -> int:
-            if self._fits(self._group_bytes + frame_bytes + CONTROL_FRAME_BYTES):
-                return self.held_bytes - frame_bytes
-            return self._shelf.count * self._whole_bytes - frame_bytes
-
-        while (left := after()) < keep:
+        """StorageFailed if, with all the free space there is, less than `keep` would be held behind such a frame."""
+        wanted = keep + frame_bytes
+        while (left := self.held_bytes if self.fits(frame_bytes) else self.held_behind) < wanted:
             before = self.held_bytes
-            if self.hold(before + keep - left) == before:
+            if self.hold(before + wanted - left) == before:
                 full = OSError(ENOSPC, "no space is left for it")
                 raise journal_failed(self.folder, full, "keeping room for results")
 

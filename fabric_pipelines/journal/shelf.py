@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_pipelines.errors import StorageFailed
 from fabric_pipelines.journal.faults import FULL, journal_failed
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.segment import SUFFIX, Segment
@@ -56,11 +57,15 @@ class Shelf:
         path = self.free.pop() if self.free else self._new()
         self.spare = Spare(path, self._allocated(path))
 
-    def more(self) -> None:
-        """Have one more that is free, out of new space. StorageFailed, with nothing changed, when the disk is full."""
+    def more(self) -> bool:
+        """Have one more that is free, out of new space; False, with nothing changed, when the disk is full."""
         path = self._new()
-        self._allocated(path)
+        try:
+            self._allocated(path)
+        except StorageFailed:
+            return False
         self.free.append(path)
+        return True
 
     def less(self) -> None:
         """One that is free goes."""
