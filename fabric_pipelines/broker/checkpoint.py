@@ -122,9 +122,26 @@ class Checkpoints:
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def path_of(self, lsn: int) -> Path:
+        return self._folder / f"{PREFIX}{lsn:016d}"
+
+    def remains(self, path: Path) -> Snapshot | None:
+        """What is whole of a file that `load` refuses, for telling what is gone: its head and those columns whose CRC
+        fits. None if not even the head is. Never a state again. Raises OSError."""
+        if path.name not in self._ops.names(self._folder):
+            return None
+        raw = self._read(path)
+        text = _told_head(raw)
+        stored = {} if text is None else _parts(raw, text)[0]
+        return _snapshot_of(stored) if "head" in stored else None
+
     def holds(self, fact: CheckpointTaken) -> bool:
         """Whether there is a file for that fact, whole or not."""
-        return f"{PREFIX}{fact.lsn:016d}" in self._ops.names(self._folder)
+        path = self.path_of(fact.lsn)
+        try:
+            return path.name in self._ops.names(self._folder)
+        except OSError as fault:
+            raise _failed(path, "looked for", fault) from fault
 
     def require(self, fact: CheckpointTaken) -> None:
         """StorageFailed unless the file that the fact speaks of is here. Its head is compared, which covers the CRCs of its
@@ -239,13 +256,38 @@ def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot 
     head = json.loads(text)
     if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
         return "is of another journal or moment"
+    stored, damaged = _parts(raw, text)
+    return f"is damaged in its column {damaged[0]}" if damaged else _snapshot_of(stored)
+
+
+def _told_head(raw: memoryview) -> bytes | None:
+    """The head of a file of which no fact's digest is at hand, if it fits its own CRC."""
+    if len(raw) < PREAMBLE.size:
+        return None
+    magic, version, length, crc = PREAMBLE.unpack_from(raw)
+    text = bytes(raw[PREAMBLE.size : PREAMBLE.size + length])
+    known = (magic, version, len(text)) == (MAGIC, VERSION, length)
+    return None if not known or crc32c(text) != crc else text
+
+
+def _parts(
+    raw: memoryview, text: bytes
+) -> tuple[dict[str, tuple[dict[str, Any], memoryview]], list[str]]:
+    """The columns that are whole by their CRCs, and the names of the others. `text`: of the head."""
+    start = padded(PREAMBLE.size + len(text))
     stored: dict[str, tuple[dict[str, Any], memoryview]] = {}
-    for section in head["sections"]:
+    damaged: list[str] = []
+    for section in json.loads(text)["sections"]:
         begin = start + section["offset"]
         body = raw[begin : begin + section["stored"]]
         if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
-            return f"is damaged in its column {section['name']}"
-        stored[section["name"]] = section, body
+            damaged.append(section["name"])
+        else:
+            stored[section["name"]] = section, body
+    return stored, damaged
+
+
+def _snapshot_of(stored: dict[str, tuple[dict[str, Any], memoryview]]) -> Snapshot:
     first = _Packed({"head": stored.pop("head")})
     return Snapshot(first["head"].tobytes(), _Packed(stored))
 

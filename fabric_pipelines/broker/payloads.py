@@ -24,9 +24,10 @@ from fabric_pipelines.broker.facts import (
     decode,
 )
 from fabric_pipelines.broker.gather import TaskMemory, gathered
-from fabric_pipelines.broker.losses import told
-from fabric_pipelines.broker.state import State
+from fabric_pipelines.broker.losses import rows_in_submission, told
+from fabric_pipelines.broker.state import ROW_LOST, State
 from fabric_pipelines.broker.supply import Grant
+from fabric_pipelines.broker.withheld import Withheld
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc, whole
@@ -51,11 +52,12 @@ class Payloads:
         self._cache: OrderedDict[int, tuple[pa.RecordBatch, int]] = OrderedDict()
         self._cached_bytes = 0
         self._memories: dict[int, TaskMemory] = {}  # of batches in the cache
+        self.withheld = Withheld(state)
 
-    def lease(self, grant: Grant, deadline_us: int) -> Lease:
-        """The lease as a worker receives it."""
+    def lease(self, grant: Grant, deadline_us: int, rows: pa.RecordBatch | None = None) -> Lease:
+        """The lease as a worker receives it. `rows`: its tasks, if they were read already."""
         index, lane = self._state.index, grant.lane
-        rows = self.tasks(grant.tasks)
+        rows = self.tasks(grant.tasks) if rows is None else rows
         tasks = pa.RecordBatch.from_arrays(
             [
                 pa.array(self._state.task_ids(grant.tasks)),
@@ -163,14 +165,14 @@ class Payloads:
     def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
         """Tasks whose last attempt nobody reported: the broker itself says why they are dead."""
         index, count = self._state.index, len(tasks)
-        given = self.tasks(tasks)
+        source_rows, metadata = self._given(tasks)
         engines = [
             self._state.submissions[at].header.engine for at in index.submission[tasks].tolist()
         ]
         reasons = [self._state.reasons[task] for task in tasks.tolist()]
         columns: dict[str, Any] = {
             "task_id": self._state.task_ids(tasks),
-            "source_row": given.column("source_row"),
+            "source_row": source_rows,
             "status": ["failed"] * count,
             "finish_reason": ["error"] * count,
             "prompt_tokens": index.prompt[tasks].astype(np.uint32),
@@ -182,7 +184,7 @@ class Payloads:
             "engine_fingerprint": [""] * count,
             "t_start_us": np.zeros(count, np.int64),
             "t_end_us": np.zeros(count, np.int64),
-            "metadata": given.column("metadata"),
+            "metadata": metadata,
         }
         fields = [field for field in COMPLETION_SCHEMA]
         arrays = [
@@ -194,6 +196,24 @@ class Payloads:
             for field in fields
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema or pa.schema(fields))
+
+    def _given(self, tasks: Sequences) -> tuple[pa.Array, pa.Array]:
+        """What their producer gave along: source rows and metadata. Of those whose row cannot be read any more, the place
+        in their submission and nothing."""
+        gone = np.array([self._state.reasons[task][0] == ROW_LOST for task in tasks.tolist()])
+        damaged = self.withheld.rows(tasks)
+        gone = gone if damaged is None else gone | damaged
+        if not gone.any():
+            given = self.tasks(tasks)
+            return given.column("source_row"), given.column("metadata")
+        source_rows = np.zeros(len(tasks), np.int64)
+        metadata = np.full(len(tasks), b"", object)
+        source_rows[gone] = rows_in_submission(self._state, tasks[gone])
+        if not gone.all():
+            given = self.tasks(tasks[~gone])
+            source_rows[~gone] = given.column("source_row").to_numpy()
+            metadata[~gone] = given.column("metadata").to_pylist()
+        return pa.array(source_rows), pa.array(metadata.tolist(), pa.binary())
 
     def keep(self, lsn: int, ipc: Part, batch: pa.RecordBatch | None = None) -> None:
         """A batch that was just journaled is in memory already. `batch`: what `ipc` decodes to, if that was done."""

@@ -164,15 +164,15 @@ class Room:
         self._wanted = 0 if count else int(needs[0])
         return count or int(self._dips(self._wanted))
 
-    def fit(self, tasks: Sequences) -> int:
-        """How many of the first of any tasks have such room; no fewer than that."""
-        if self._space is None or not len(tasks) or self._space.held_bytes is None:
-            return len(tasks)
-        needs = np.cumsum(self._outcomes(tasks) + SETTLED) + LEASE_BYTES
-        return int(np.searchsorted(needs, self._free(int(needs[-1])), side="right"))
-
-    def fitting(self, tasks: Sequences) -> Sequences:
-        return tasks[: self.fit(tasks)]
+    def takes(self, tasks: Sequences, which: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """`which` of those tasks, as far as there is such room for them."""
+        if self._space is None or not which.any() or self._space.held_bytes is None:
+            return which
+        at = np.flatnonzero(which)
+        needs = np.cumsum(self._outcomes(tasks[at]) + SETTLED) + LEASE_BYTES
+        taken = np.zeros(len(tasks), np.bool_)
+        taken[at[: np.searchsorted(needs, self._free(int(needs[-1])), side="right")]] = True
+        return taken
 
     def settlements(self) -> int:
         """How many tasks that were not leased can be retired or buried beside all that is promised."""

@@ -74,6 +74,7 @@ from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
+ROW_LOST = "RowLost"  # what a task dies of whose row or outcome lay in damaged bytes
 LIVES_KEPT = 4096
 HELD = (LEASED, IN_DOUBT)
 NOTHING: Sequences = np.zeros(0, np.int64)
@@ -403,7 +404,13 @@ class State:
 
     def _given_up(self, fact: GivenUp, effects: Effects) -> None:
         tasks = fact.tasks
+        if fact.lost:
+            over = self.index.state[tasks] == COMPUTED
+            effects.risen, tasks = tasks[over], tasks[~over]
+            self.index.put("done", fact.tasks, -1)
+            self.reasons.update((int(task), (ROW_LOST, fact.reason)) for task in fact.tasks)
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
+        tasks = fact.tasks
         self.index.verdict[tasks] = Verdict.REFUSED
         self._clear(tasks)
         effects.computed = tasks
@@ -594,10 +601,9 @@ class State:
         """The same, with what it takes to retire or bury them and what is computed."""
         tasks = self.accounts.tasks[:, : len(self.lanes)]
         held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
-        count, beside = int(held.sum()), int(held @ self.lane_beside.view)
-        computed = int(tasks[COMPUTED + 1].sum())
-        outcomes = count * OUTCOME_BYTES + self.held_new * TOKEN_BYTES + beside
-        return outcomes + (count + computed) * SETTLE_BYTES
+        each, beside = OUTCOME_BYTES + SETTLE_BYTES, int(held @ self.lane_beside.view)
+        settle = int(tasks[COMPUTED + 1].sum()) * SETTLE_BYTES
+        return int(held.sum()) * each + self.held_new * TOKEN_BYTES + beside + settle
 
     @property
     def under_way(self) -> Sequences:

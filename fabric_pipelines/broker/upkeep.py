@@ -24,6 +24,7 @@ from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Restored
 from fabric_pipelines.broker.room import UPKEEP_BYTES
 from fabric_pipelines.broker.tiering import Tiering
+from fabric_pipelines.broker.withheld import Withheld
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import Backpressure, CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal import Holding, Journal
@@ -88,7 +89,7 @@ class Upkeep:
         self.journal, self.core, self.payloads = journal, core, payloads
         self.rhythm, self.clock = rhythm, clock
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.disk_full = False
+        self.disk_full = self.base_is_lost = False
         self.base = restored.base
         self.newest, self.older = restored.newest, restored.older
         self._checkpoints, self._words, self._background = checkpoints, words, background
@@ -103,6 +104,8 @@ class Upkeep:
         self._pressed_s = float("-inf")
         self._needed_bytes, self._gave_back_s = 0, clock.monotonic_s()
         core.room.may_dip = False
+        self.withheld: Withheld | None = None
+        self.damaged: Callable[[CorruptionFound], bool] = lambda fault: False
         self._finish_drop()
         self._keep(restored.newest, restored.older)
 
@@ -111,6 +114,11 @@ class Upkeep:
         self._tiering = tiering
         tiering.covered_lsn = lambda: self.newest.lsn if self.newest is not None else 0
         tiering.checkpoint = self.begin_checkpoint
+
+    def cover(self, lsn: int) -> None:
+        """That frame is damaged: the next start must not have to replay it."""
+        if self.newest is None or self.newest.lsn < lsn:
+            self._behind = max(self._behind, self.rhythm.checkpoint_bytes)
 
     def grew(self, size: int) -> None:
         """So many bytes went into the log."""
@@ -177,6 +185,8 @@ class Upkeep:
             self._keep(taken, self.newest)
             self.newest, self.older = taken, self.newest
             self._checkpoints.reserve(2 * taken.size)
+            if self.base_is_lost and self.base is not None:
+                self._lean_on(taken, self.base.below)
         self._choose_front()
 
     def require_checkpoint_room(self) -> None:
@@ -262,16 +272,16 @@ class Upkeep:
             journal.hold(needed + rest)
             if journal.held_behind < needed:
                 return False
+        before = len(journal.holdings)
         self._words.commit()
-        try:
-            journal.roll()
-        except StorageFailed:
-            self._words.commit()  # a full disk is no reason to stop, a dead journal is
-            return False
-        return True
+        self.roll()
+        return len(journal.holdings) > before
 
     def _front(self, holdings: list[Holding], live: Any, covered_lsn: int, share: float) -> int:
         """First LSN to keep, as far as a checkpoint of that LSN allows and the live rows have a place to go."""
+        if (first := self._first_withheld()) is not None:  # what cannot be read cannot be copied
+            holdings = [holding for holding in holdings if holding.last_lsn < first]
+            live = live[: len(holdings)]
         left = self.core.room.left
         room = 1 << 60 if left is None else left + self.core.room.floor - UPKEEP_BYTES
         if share == ROUND:
@@ -281,6 +291,13 @@ class Upkeep:
             own for holding, own in zip(holdings, live, strict=True) if holding.last_lsn < below
         ]
         return below if sum(map(space.copied_bytes, over)) <= room else 0
+
+    def roll(self) -> None:
+        """Seal the segment that is written to, if there is room for another one; everything is committed."""
+        try:
+            self.journal.roll()
+        except StorageFailed:
+            self._words.commit()  # a full disk is no reason to stop, a dead journal is
 
     def _choose_front(self) -> None:
         share, self._share = self._share, space.MOSTLY_DEAD
@@ -292,13 +309,22 @@ class Upkeep:
         self._below = self._front(holdings, live, self.newest.lsn, share)
         self._clearing_all = share != space.MOSTLY_DEAD
 
+    def _first_withheld(self) -> int | None:
+        """The first damaged frame here that somebody needs."""
+        if self.withheld is None or not len(self.withheld.lsns):
+            return None
+        needed = np.intersect1d(self.withheld.lsns, self._needed(pinned=False).lsns)
+        return int(needed[0]) if len(needed) else None
+
     def _clear_some(self) -> None:
         """Copy the next live rows forward, or drop the front when none are left."""
         try:
             facts = self._next_moves()
-        except CorruptionFound:
+        except CorruptionFound as fault:
+            self.damaged(fault)
             if not self._gave_up_pins():
-                raise
+                self.counters["cleaning_refused"] += 1
+                self._below = 0  # up to it at the next checkpoint
             return
         if facts is None or (not facts and self._in_use(self._below)):
             return
@@ -342,7 +368,7 @@ class Upkeep:
             rows = np.concatenate([state.index.rows_of(int(batch)) for batch in batches])
             tasks = rows[need.tasks[rows]]
             if self._tiering is not None and self._tiering.near(tasks) < len(tasks):
-                if self._tiering.is_lost(tasks) and not self._gave_up_pins():
+                if self._tiering.lost_rows(tasks).any() and not self._gave_up_pins():
                     self.counters["cleaning_refused"] += 1
                     self._below = 0
                 return None
@@ -358,14 +384,18 @@ class Upkeep:
 
     def _drop(self) -> None:
         assert self.newest is not None
-        self._checkpoints.require(self.newest)
         below, self._below = self._below, 0
-        fact = Dropped(below, self.newest.lsn, self.newest.digest)
+        self._lean_on(self.newest, below)
+
+    def _lean_on(self, newest: CheckpointTaken, below: int) -> None:
+        """What is below that LSN is given up, or was: from here on this checkpoint stands for it."""
+        self._checkpoints.require(newest)
+        fact = Dropped(below, newest.lsn, newest.digest)
         self._words.log([fact])
         self._words.commit()
-        self.base = fact
+        self.base, self.base_is_lost = fact, False
         self._finish_drop()
-        self._keep(self.newest)
+        self._keep(newest)
         self.older = None
 
     def _finish_drop(self) -> None:

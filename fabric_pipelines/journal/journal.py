@@ -57,7 +57,9 @@ from fabric_pipelines.journal.segment import (
     Holding,
     Segment,
     Source,
+    extents_of,
     frame_at,
+    frames_of_kind,
 )
 from fabric_pipelines.journal.shelf import Shelf
 from fabric_pipelines.journal.store import ObjectStore
@@ -184,22 +186,11 @@ class Journal:
 
     def lsns_of(self, kind: int) -> list[int]:
         """The frames of one kind, in order, without reading them."""
-        found: list[int] = []
-        for segment in self._segments:
-            hits = np.flatnonzero(np.frombuffer(segment.kinds, np.uint16) == kind)
-            found += (hits + segment.first_lsn).tolist()
-        return found
+        return frames_of_kind(self._segments, kind)
 
     def extents(self, lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of each frame, with the control frames behind it; 0 for those not held."""
-        sizes = np.zeros(len(lsns), np.int64)
-        for segment in self._segments:
-            mine = np.flatnonzero((lsns >= segment.first_lsn) & (lsns <= segment.last_lsn))
-            if len(mine):
-                ends = np.append(np.frombuffer(segment.offsets, np.uint64), segment.end)
-                spans = np.diff(ends.astype(np.int64))
-                sizes[mine] = spans[lsns[mine] - segment.first_lsn]
-        return sizes
+        return extents_of(self._segments, lsns)
 
     @property
     def bytes_used(self) -> int:
@@ -214,8 +205,7 @@ class Journal:
 
     @property
     def held_bytes(self) -> int:
-        """What goes into space that is ours already, whatever becomes of the disk: the rest of this segment, and of whole
-        ones in reserve or recycled all but the `frame_max` that each may lose at its end to a frame that does not fit."""
+        """What goes into space that is allocated already: all but `frame_max` of each segment, which its end may lose."""
         active = self._segments[-1]
         rest = active.size - active.end - self._group_bytes - 2 * CONTROL_FRAME_BYTES
         return max(rest - self.frame_max, 0) + self.held_behind
@@ -241,8 +231,8 @@ class Journal:
         while self.held_bytes < size and self._whole_bytes:
             self.watch()  # a new file could come to lie under the name of a missing one
             with self._failing_stops("preparing a segment"):
-                free = self._ops.free_bytes(self.folder)
-                if free < self.segment_bytes or not self._shelf.more():
+                full = self._ops.free_bytes(self.folder) < self.segment_bytes
+                if full or not self._shelf.more():
                     break
         return self.held_bytes
 
@@ -396,6 +386,18 @@ class Journal:
                 segment.source(self._ops)
         trusted = segment.is_read(lsn)
         return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
+
+    def distrust(self, lsn: int) -> bool:
+        """That frame, of a segment that is here, is not what was written: it is compared with its CRCs again whenever it
+        is read. Whether its segment is sealed."""
+        segment = self._segment_of(lsn)
+        if segment.sealed:  # what is still written to is compared at each read anyhow
+            segment.mark_unread(lsn)
+        return segment.sealed
+
+    def kind_of(self, lsn: int) -> int:
+        """Of a frame that is held."""
+        return (segment := self._segment_of(lsn)).kinds[lsn - segment.first_lsn]
 
     def recycle_below(self, lsn: int) -> int:
         """Give up the sealed segments that end below `lsn`; returns how many. The decision is durable
@@ -552,13 +554,11 @@ class Journal:
             self._prepare()
 
     def _require_kept(self, frame_bytes: int, keep: int) -> None:
-        """StorageFailed if, with all the free space there is, less than `keep` would be held behind such a frame."""
         wanted = keep + frame_bytes
         while (left := self.held_bytes if self.fits(frame_bytes) else self.held_behind) < wanted:
             before = self.held_bytes
             if self.hold(before + wanted - left) == before:
-                full = OSError(ENOSPC, "no space is left for it")
-                raise journal_failed(self.folder, full, "keeping room for results")
+                raise journal_failed(self.folder, OSError(ENOSPC, ""), "keeping room for results")
 
     def _prepare(self) -> None:
         """See to it that the next segment has its file."""

@@ -15,7 +15,7 @@ from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.index import COLUMNS
 from fabric_pipelines.broker.lanes import Lane
 from fabric_pipelines.broker.state import State, SubmissionRecord
-from fabric_pipelines.errors import Backpressure, BalanceBroken, CorruptionFound
+from fabric_pipelines.errors import Backpressure, CorruptionFound, NotFetched
 from fabric_pipelines.records.batch import Budget
 from tests.support_broker import EMBED, ids_of, submission_of, tasks_of
 from tests.support_broker_disk import DiskBench
@@ -355,7 +355,7 @@ def test_the_background_scrub_comes_round_a_slice_at_a_time(bench: DiskBench) ->
     assert bench.owner.scrub_report().ok
 
 
-def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasing(
+def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_nobody_else(
     bench: DiskBench,
 ) -> None:
     batch = tasks_of([100] * 10, seed=5)
@@ -371,12 +371,17 @@ def test_a_flipped_bit_among_live_tasks_names_segment_and_tasks_and_stops_leasin
     assert (frame.segment, frame.lsn) == (str(segment.path), lsn)
     assert (frame.tasks, frame.task_ids) == (10, f"{first}-{first + 9}")  # type: ignore[operator]
     assert frame.live == 10
-    with pytest.raises(BalanceBroken, match=segment.path.name):
-        bench.lease()
+    bench.attach("s", engine="slow@engine")
+    with pytest.raises(NotFetched, match=f"CorruptionFound: {segment.path}"):
+        bench.lease("s")
+    assert bench.lease() is not None, "all others go on"
     flip(segment.path, segment.offsets[lsn - segment.first_lsn] + 700)
     bench.settle()
     assert bench.owner.scrub_report().ok
-    assert bench.owner.core.fault == "", "restored in place, and seen to be"
+    assert bench.owner.core.fault == ""
+    lease = bench.lease("s")
+    assert lease is not None, "restored in place, and seen to be"
+    assert lease.tasks.num_rows == 10
     assert bench.owner.status().counters["frames_repaired"] == 1
 
 
@@ -409,7 +414,8 @@ def test_a_flipped_bit_among_the_dead_is_told_and_goes_with_its_segment(bench: D
         drain(bench)
     segment = bench.disk._segments[0]
     flip(segment.path, segment.offsets[1] + 700)
-    bench.settle()
+    while not bench.owner.scrub(1 << 20):
+        pass
     (frame,) = bench.owner.scrub_report().damaged
     assert (frame.segment, frame.tasks, frame.live) == (str(segment.path), 10, 0)
     assert bench.owner.core.fault == ""
