@@ -54,7 +54,7 @@ class Shelf:
         if self.spare is not None:
             return
         self.take_back()
-        path = self.free.pop() if self.free else self._new()
+        path = self.free.pop(0) if self.free else self._new()
         self.spare = Spare(path, self._allocated(path))
 
     def more(self) -> bool:
@@ -69,7 +69,7 @@ class Shelf:
 
     def less(self) -> None:
         """One that is free goes."""
-        path = self.free.pop(0)
+        path = self.free.pop()
         if path in self._fds:
             self._ops.close(self._fds.pop(path))
         self._ops.unlink(path)
@@ -130,6 +130,6 @@ class Shelf:
 
     def _give_up(self, path: Path, size: int) -> None:
         if size == self._segment_bytes:
-            self.free.append(path)
+            self.free.insert(0, path)  # pages that were written once take less the second time
         else:
             self._ops.unlink(path)

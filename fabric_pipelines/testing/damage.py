@@ -215,10 +215,15 @@ class _AtRest:
         names: tuple[str, ...],
         frames: list[tuple[int, Found]],
     ) -> Iterator[Damage]:
-        """The last of each kind at or below the recorded durable LSN: behind that nothing was promised for good."""
+        """The last of each kind at or below the recorded durable LSN: behind that nothing was promised for good. Not the
+        mark that alone records it while more lies behind: without it that is a torn tail."""
         sealed = frames[-1][1].header.kind == SEAL
+        open_end = not sealed and frames[-1][1].header.lsn > moment.recorded
         known = {
-            f.header.kind: (offset, f) for offset, f in frames if f.header.lsn <= moment.recorded
+            f.header.kind: (offset, f)
+            for offset, f in frames
+            if f.header.lsn <= moment.recorded
+            and not (open_end and f.header.kind == DURABLE and f.header.lsn == moment.recorded)
         }
         for offset, found in sorted(known.values(), key=lambda place: place[0]):
             if self._is_new(thing, sealed, found.header.kind, thing == "object" and moment.name):
