@@ -23,7 +23,7 @@ from fabric_pipelines.broker.facts import Kind
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.journal import Journal, index, stub
-from fabric_pipelines.journal.frame import HEADER, HEADER_BYTES, SEAL, padded
+from fabric_pipelines.journal.frame import DURABLE, HEADER, HEADER_BYTES, SEAL, padded
 from fabric_pipelines.journal.identity import NAME
 from fabric_pipelines.journal.segment import Found, Mapped, frame_at
 from fabric_pipelines.testing.course import (
