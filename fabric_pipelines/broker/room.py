@@ -150,16 +150,17 @@ class Room:
         """How many of the first tasks of a lease have room for all that becomes of them."""
         if self._space is None or not len(tasks) or self._space.held_bytes is None:
             return len(tasks)
-        new = self._state.index.new[tasks].astype(np.int64)
+        new = self._state.index.new[tasks]
         each = EACH + int(self._state.lane_beside.view[lane.index])
-        if TOKEN_BYTES * int(new.max()) + each - SETTLED > self._space.frame_max:
-            self._expect(TOKEN_BYTES * new + each - SETTLED)
-        total = TOKEN_BYTES * int(new.sum()) + each * len(tasks) + LEASE_BYTES
+        tokens = TOKEN_BYTES * int(new.sum(dtype=np.int64))
+        if tokens + each - SETTLED > self._space.frame_max:  # no single one is more than that
+            self._expect(TOKEN_BYTES * new.astype(np.int64) + each - SETTLED)
+        total = tokens + each * len(tasks) + LEASE_BYTES
         left = self._free(total)
         if total <= left:
             self._wanted = 0
             return len(tasks)
-        needs = np.cumsum(TOKEN_BYTES * new + each) + LEASE_BYTES
+        needs = np.cumsum(TOKEN_BYTES * new.astype(np.int64) + each) + LEASE_BYTES
         count = int(np.searchsorted(needs, left, side="right"))
         self._wanted = 0 if count else int(needs[0])
         return count or int(self._dips(self._wanted))
