@@ -111,7 +111,25 @@ def shard_prune(
         ]
     else:
         done = [shards.prune(database, root, name, keep=many, dry_run=dry_run) for name in names]
-    emit({"shards": [plain(item) for item in done], "dry_run": dry_run}, as_json)
+    rows = [plain(item) for item in done]
+    shown = {"copies": rows} if copy else {"generations": _fates(rows, dry_run)}
+    size = sum(row["bytes" if copy else "bytes_freed"] for row in rows)
+    total = {"would free bytes" if dry_run else "freed bytes": size}
+    emit({"shards": rows, "dry_run": dry_run}, as_json, shown=shown | total)
+
+
+def _fates(rows: list[dict[str, Any]], dry_run: bool) -> list[dict[str, Any]]:
+    """A line a generation."""
+    gone = "would go" if dry_run else "gone"
+    found = [
+        {"shard": row["shard"], "generation": each["generation"], "what": what, "why": why}
+        for row in rows
+        for each, what, why in (
+            *((kept, "stays", "; ".join(kept["why"])) for kept in row["kept"]),
+            *((pruned, gone, f"{pruned['bytes']:,} bytes") for pruned in row["pruned"]),
+        )
+    ]
+    return sorted(found, key=lambda line: (line["shard"], line["generation"]))
 
 
 @app.command("pin")

@@ -113,10 +113,9 @@ class Reach:
         known = frame.lsn in self.withheld
         self.withheld.add(frame)
         self._payloads.forget_between(frame.lsn, frame.lsn)
-        if not journal.distrust(frame.lsn):
+        if not journal.is_sealed(frame.lsn):
             self._words.commit()
             upkeep.roll()  # a start reads what is sealed only where it has to
-            journal.distrust(frame.lsn)
         if not known:
             self.look_ahead()
             self._core.set_aside(tasks)

@@ -353,7 +353,11 @@ from unnest(
     %(ids)s::int8multirange
     - coalesce(
         (
-            select range_agg(coalesce(ids, int8multirange(int8range(first_task, last_task, '[]'))))
+            -- a landing of scattered ids reaches far beyond the page that is asked for
+            select range_agg(
+                coalesce(ids, int8multirange(int8range(first_task, last_task, '[]')))
+                * int8multirange(int8range(%(first)s, %(end)s))
+            )
             from fabric.acks
             where last_task >= %(first)s and first_task < %(end)s and (ids is not null or %(whole)s)
         ),

@@ -372,9 +372,8 @@ class Journal:
         return self.cold.stream(segment) if segment.cold else segment.source(self._ops)
 
     def view(self, lsn: int) -> tuple[Frame, bool]:
-        """The frame `lsn` for taking a few rows out of it, and whether it is a view of a sealed segment. Such
-        a payload is compared with its CRC once, at the open, the write or the first read, and then no more: a
-        batch of tasks is megabytes, and a lease needs a row of each of hundreds."""
+        """The frame `lsn`, and whether it is a view of a sealed segment: then it is what was written now, and what the
+        file has later on is for the reader to look after."""
         self._require_working()
         if not self.first_lsn <= lsn <= self._written_lsn:
             return self.read(lsn), False
@@ -384,16 +383,11 @@ class Journal:
         if segment.mapped is None:
             with self._failing_stops("mapping a segment"):
                 segment.source(self._ops)
-        trusted = segment.is_read(lsn)
-        return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
+        return self._frame(segment, segment.source(self._ops), lsn), True
 
-    def distrust(self, lsn: int) -> bool:
-        """That frame, of a segment that is here, is not what was written: it is compared with its CRCs again whenever it
-        is read. Whether its segment is sealed."""
-        segment = self._segment_of(lsn)
-        if segment.sealed:  # what is still written to is compared at each read anyhow
-            segment.mark_unread(lsn)
-        return segment.sealed
+    def is_sealed(self, lsn: int) -> bool:
+        """Whether that frame lies in a segment that nothing is written to any more."""
+        return self._segment_of(lsn).sealed
 
     def kind_of(self, lsn: int) -> int:
         """Of a frame that is held."""
@@ -504,10 +498,10 @@ class Journal:
             self._seal(recovered.unfinished_roll, recovered.chain)
         self._mark(OPENED)
 
-    def _frame(self, segment: Segment, source: Source, lsn: int, *, trusted: bool = False) -> Frame:
+    def _frame(self, segment: Segment, source: Source, lsn: int) -> Frame:
         offset = segment.offsets[lsn - segment.first_lsn]
         try:  # no context manager: a lease comes by here for each frame
-            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt)
         except OSError as fault:
             raise self._stop(fault, "reading") from fault
         if found is None or not segment.is_own(lsn, found.header):
@@ -522,8 +516,7 @@ class Journal:
                 "the file from a copy",
                 [place.as_json(segment.path)],
             )
-        if not trusted:
-            segment.mark_read(lsn)
+        segment.mark_read(lsn)
         header = found.header
         return Frame(
             header.lsn, header.kind, header.schema_id, header.rows, header.time_us, found.payload

@@ -135,15 +135,6 @@ class Segment:
             return False
         return not self.knows_frames or header.crc == self.crcs[lsn - self.first_lsn]
 
-    def mark_unread(self, lsn: int) -> None:
-        """It was compared before, and is not what it was."""
-        if self.unread is None:
-            self.unread = bytearray(len(self.offsets))
-        self.unread[lsn - self.first_lsn] = 1
-
-    def is_read(self, lsn: int) -> bool:
-        return self.unread is None or not self.unread[lsn - self.first_lsn]
-
     def mark_read(self, lsn: int) -> None:
         if self.unread is not None:
             self.unread[lsn - self.first_lsn] = 0
@@ -193,10 +184,8 @@ class Found:
     control: Control | None
 
 
-def frame_at(
-    source: Source, offset: int, *, epoch: int | None, salt: int, trusted: bool = False
-) -> Found | None:
-    """The whole frame of `epoch` (None: any) at `offset`, or None. The payload of a `trusted` one is not read."""
+def frame_at(source: Source, offset: int, *, epoch: int | None, salt: int) -> Found | None:
+    """The whole frame of `epoch` (None: any) at `offset`, or None."""
     raw = source.at(offset, HEADER_BYTES)
     header = unpack_header(raw, salt)
     if header is None or (epoch is not None and header.epoch != epoch):
@@ -206,7 +195,7 @@ def frame_at(
     body = whole[HEADER_BYTES:]
     if len(body) != body_bytes:
         return None
-    if not trusted and crc32c(body) != header.payload_crc:
+    if crc32c(body) != header.payload_crc:
         return None
     payload = body[: header.length]
     control = None

@@ -116,7 +116,8 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
                     disk.remove_folder(hidden)
                     removed.append(path.name)
                 continue
-            if token >= lease.token:
+            # of our own token is what a database restored from an older state has forgotten: we wrote nothing yet
+            if token > lease.token:
                 continue
         elif not _TEMP_PATTERN.fullmatch(path.name):
             continue

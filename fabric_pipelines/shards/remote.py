@@ -148,8 +148,9 @@ def prune(
     then blocks that no kept manifest lists. Whoever pushes meanwhile is refused, and who looked before loses the pointer.
     Nothing goes where a kept manifest cannot be read (CorruptionFound). StorageFailed when there is no copy."""
     store = store_of(db)
+    foreseen = _old_objects(store, name, objects, keep)[0]
     if dry_run:
-        return _old_objects(store, name, objects, keep)[0]
+        return foreseen
     with holding(store, root, name, copy=_url(objects)) as lease:
         beat = Beat(store, lease)
         done, before, doomed = _old_objects(store, name, objects, keep)

@@ -72,8 +72,9 @@ def prune(
     FencingLost, StorageFailed."""
     assert keep >= 1
     store = store_of(db)
+    work = _Pruning(store, root, name, keep)  # before a folder is made for a name that nobody knows
     if dry_run:
-        return _Pruning(store, root, name, keep).foreseen()
+        return work.foreseen()
     with holding(store, root, name, disk) as lease:
         swept = sweep(disk, store, shard_folder(root, name), lease) + sweep_scratch(disk, root)
         work = _Pruning(store, root, name, keep)

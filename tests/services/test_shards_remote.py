@@ -374,4 +374,7 @@ def test_the_commands_push_and_fetch(
     again = shown("pin", "verses", "--generation", "2", "--reason", "cited")
     assert (again["pinned"], again["lacking"]) == (True, [])
     assert listed("prune")[0]["kept"][0]["why"] == ["current", "pinned: cited"]
+    words = CliRunner().invoke(app, ["shard", "prune"]).stdout
+    assert "stays" in words
+    assert "current; pinned: cited" in words
     assert shown("unpin", "verses", "--generation", "2")["pinned"] is False

@@ -41,11 +41,11 @@ def seal(bench: DiskBench) -> None:
     bench.disk.roll()
 
 
-def spoil(bench: DiskBench, kind: Kind, at: int) -> int:
+def spoil(bench: DiskBench, kind: Kind, at: int, place: int = 700) -> int:
     """One bit of the payload of the frame `at` of that kind; its LSN."""
     lsn = bench.disk.lsns_of(kind)[at]
     segment = bench.disk._segment_of(lsn)
-    flip(segment.path, segment.offsets[lsn - segment.first_lsn] + 700)
+    flip(segment.path, segment.offsets[lsn - segment.first_lsn] + place)
     return lsn
 
 
@@ -336,6 +336,49 @@ def test_damage_in_the_segment_that_is_written_to_is_found_by_a_verify_and_withh
     bench.attach("w")
     bench.settle(1)
     assert run_all(bench) == tasks[:ROWS] + tasks[2 * ROWS :]
+
+
+@pytest.mark.parametrize("place", [300, 700, 1100])
+@pytest.mark.parametrize("kind", [Kind.ENQUEUE, Kind.COMPUTED])
+def test_what_rots_after_it_was_read_is_found_as_well(
+    bench: DiskBench, kind: Kind, place: int
+) -> None:
+    """A mapped frame was compared once and stays in memory as a view of its file: whoever reads that file again."""
+    _, tasks = submit(bench, 1, batches=2)
+    bench.attach("w")
+    if kind is Kind.COMPUTED:
+        lease = bench.lease("w", Budget(12, 1 << 20, None))
+        assert lease is not None
+        bench.finish(lease)
+    seal(bench)
+    bench.checkpoint()
+    bench.crash()
+    bench.attach("w")
+    bench.settle(1)
+    whole = {sequence_of(at): row for at, row in zip(tasks, rows_of(bench, 20), strict=True)}
+    bench.pull()
+    bench.owner.release_pulled("c")
+    spoil(bench, kind, 0, place)
+    lease = None
+    try:
+        lease = bench.lease("w", Budget(20, 1 << 20, None))
+    except NotFetched:
+        assert kind is Kind.ENQUEUE
+    for row in lease.tasks.to_pylist() if lease is not None else ():
+        assert row["tokens"] == whole[sequence_of(row["task_id"])]
+    if kind is Kind.COMPUTED:
+        assert bench.pull() == []
+        assert bench.owner.status().journal["withheld_tasks"] == 12
+    else:
+        bench.owner.scrub(1 << 20)
+        assert bench.owner.status().journal["withheld_tasks"] == ROWS
+
+
+def rows_of(bench: DiskBench, count: int) -> list[list[int]]:
+    """Prompts of the first tasks, out of order, so that several frames are gathered from."""
+    index = np.arange(count, dtype=np.int64)[::-1].copy()
+    found = bench.owner.payloads.tasks(index).column("tokens").to_pylist()
+    return found[::-1]
 
 
 def test_a_submission_with_a_damaged_batch_can_still_be_ended(bench: DiskBench) -> None:

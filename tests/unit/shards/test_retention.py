@@ -148,6 +148,9 @@ def test_nobody_prunes_while_somebody_builds_and_a_zombie_prunes_nothing(store, 
     generations(store, rows, tmp_path, 2)
     with holding(store, tmp_path, "notes"), pytest.raises(AlreadyRunning):
         pruned(store, tmp_path)
+    with pytest.raises(UsageError, match="build it first"):
+        shards.prune(store, tmp_path, "nobody's", keep=1)
+    assert not (tmp_path / "nobody's").exists()
 
     class Slow:
         """Its lease ran out before the row; another machine builds on."""
