@@ -86,11 +86,11 @@ class Checkpoints:
             raise StorageFailed(f"{found}, just after it was written: check the disk")
         return fact
 
-    def reserve(self, size: int) -> None:
-        """Have so many bytes ready for the next one, so that a full disk can still be emptied. Best effort."""
+    def reserve(self, size: int) -> bool:
+        """Have so many bytes ready for the next one, so that a full disk can still be emptied. Whether they are."""
         assert self._claimed is None, "what lies ready is the one under way's"
         if size <= self._reserved:
-            return
+            return True
         wanted = (size // RESERVE_STEP + 1) * RESERVE_STEP
         ready = self._folder / READY
         try:
@@ -103,6 +103,12 @@ class Checkpoints:
         except OSError as fault:
             if fault.errno not in FULL:
                 raise _failed(ready, "prepared", fault) from fault
+        return size <= self._reserved
+
+    @property
+    def is_claimed(self) -> bool:
+        """One is under way."""
+        return self._claimed is not None
 
     def load(self, fact: CheckpointTaken) -> Snapshot | str:
         """The snapshot that the fact speaks of, or why there is none."""
@@ -175,13 +181,20 @@ class Checkpoints:
             self._ops.close(fd)
 
     def keep(self, lsns: Collection[int]) -> None:
-        """Remove the files of all other checkpoints, but for the one under way."""
+        """Remove the files of all other checkpoints, but for the one under way. The first of them is what the next one is
+        written into: on a full disk its space might be gone by then."""
         kept = {*lsns, self._claimed}
         try:
-            for name in self._ops.names(self._folder):
+            names = self._ops.names(self._folder)
+            has_next = READY in names or self._claimed is not None
+            for name in names:
                 number = name.removeprefix(PREFIX)
                 if number != name and number.isdigit() and int(number) not in kept:
-                    self._ops.unlink(self._folder / name)
+                    if has_next:
+                        self._ops.unlink(self._folder / name)
+                    else:
+                        self._ops.rename(self._folder / name, self._folder / READY)
+                        has_next = True
         except OSError as fault:
             raise _failed(self._folder, "rid of old checkpoints", fault) from fault
 

@@ -166,9 +166,8 @@ class Core:
             counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
-        elif isinstance(fact, Computed):
-            if fact.too_large_for:
-                counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
+        elif isinstance(fact, Computed) and fact.too_large_for:
+            counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, Requeued):
@@ -302,7 +301,7 @@ class Core:
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
-        claimed = tasks[((states == IN_DOUBT) & own) | (states == READY)]
+        claimed = tasks[((states == IN_DOUBT) & own) | self.room.takes(tasks, states == READY)]
         facts: list[Fact] = []
         if len(claimed):
             facts.append(Claimed(self.state.next_lease, name, claimed))
@@ -472,6 +471,7 @@ class Core:
         finished = codes == STATUSES.index("ok")
         ours = open_ | ((states == READY) & finished)
         ours &= (index.holder[tasks[rows]] == mine) & fresh
+        ours &= open_ | self.room.takes(tasks[rows], ours & ~open_)  # these were promised no space
         past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~fresh
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
@@ -570,7 +570,7 @@ class Core:
         self._resuming = self._resuming and now_s < self._grace_s
         self.roster.forget(now_s)
         if self.state.refused and not self._resuming:
-            facts += given_up(self.state, self.roster.known)
+            facts += given_up(self.state, self.roster.known, self.room.settlements)
         return facts
 
     def displaced(self, by: Session, now_s: float) -> list[Fact]:

@@ -27,11 +27,14 @@ from fabric_pipelines.broker.facts import (
     Fact,
     Moved,
     MovedComputed,
+    Requeued,
     Started,
+    SubmissionClosed,
     SubmissionOpened,
     kind_of,
     rows_of,
 )
+from fabric_pipelines.broker.frames import in_frames
 from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lives import require_kept
 from fabric_pipelines.broker.overview import (
@@ -133,6 +136,8 @@ class Owner:
         state = restored.state
         life = journal.life
         self.core = Core(state, limits, now_s=clock.monotonic_s())
+        self.core.room.of(journal)
+        self._looked_s = clock.monotonic_s()
         self.payloads = Payloads(journal, state)
         self.withheld = self.payloads.withheld
         self.reach = Reach(self.core, self.payloads, Words(self._log, self.commit), journal)
@@ -140,7 +145,6 @@ class Owner:
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self._rate = TokenRate(0)
-        self._look(clock.monotonic_s())
         self.tiering: Tiering | None = None
         self.fsyncs = 0
         self._group_bytes = 0
@@ -244,7 +248,6 @@ class Owner:
             if self.upkeep is not None and isinstance(fact, Enqueued):
                 self.upkeep.disk_full = False
             self._group_bytes += size
-            self.core.room.grew(size)
             if self.upkeep is not None:
                 self.upkeep.grew(size)
             try:
@@ -255,15 +258,14 @@ class Owner:
                 self.payloads.keep(lsn, fact.ipc, batch)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
-        """New tasks, copies and outcomes may be refused for want of space: they are still where they came from.
-        Outcomes come last of these, and wait: landing those before them frees some. What is left is small and
-        a broker that cannot write it down must not go on."""
-        refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
+        """New tasks, copies and words about what is over may be refused for want of space: they are still where they
+        came from. What was promised its space is not; a broker that cannot write that down must not go on."""
+        keep = self.core.room.keeps(fact)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
             "time_us": self._wall.us(),
-            "essential": not refusable,
-            "spare_last": isinstance(fact, Computed),
+            "essential": keep is None,
+            "keep": keep,
         }
         kind = int(kind_of(fact))
         try:
@@ -275,13 +277,15 @@ class Owner:
                 self.commit()
                 return self.journal.append(kind, pieces, **arguments)
         except ENDS as fault:
-            if (refusable or isinstance(fact, Computed)) and self._is_full():
-                if refusable:
-                    raise
+            if keep is None or not self._is_full():
+                raise Fatal(str(fault)) from fault
+            if isinstance(fact, Computed | Requeued | SubmissionClosed):
                 raise Backpressure(
-                    f"{fault}; outcomes wait until earlier ones have landed", retry_after_s=2.0
+                    f"{fault}; this waits until results have landed", retry_after_s=2.0
                 ) from fault
-            raise Fatal(str(fault)) from fault
+            if isinstance(fact, Enqueued | SubmissionOpened):
+                self.core.room.require_end(sum(map(len, pieces)))
+            raise
 
     def _is_full(self) -> bool:
         """Whether that is all: the journal works, and refused for want of space."""
@@ -439,12 +443,13 @@ class Owner:
             self.commit()
         try:
             try:
-                self.journal.require_room(size)
+                self.journal.require_room(size, self.core.room.keep)
             except UsageError:
                 self.commit()
-                self.journal.require_room(size)
+                self.journal.require_room(size, self.core.room.keep)
         except ENDS as fault:
             if self._is_full():
+                self.core.room.require_end(size)
                 raise
             raise Fatal(str(fault)) from fault
         self._log(opening)
@@ -523,13 +528,10 @@ class Owner:
         self.write()  # a frame of the open group has no size yet
         return held_bytes(self.core.state, self.journal)
 
-    def _look(self, now_s: float) -> None:
-        """How much more the disk takes."""
-        self._looked_s = now_s
-        self.core.room.seen(self.journal.room_bytes())
-
     def _require_room(self, tenant: str, size: int = 0) -> None:
         self.core.room.require(size)
+        if self.upkeep is not None:
+            self.upkeep.require_checkpoint_room()
         self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
             raise Backpressure(
@@ -593,7 +595,8 @@ class Owner:
     def computed(self, name: str, batch: pa.RecordBatch, ipc: Part) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
-        self._log(facts, batch=batch if whole else None)
+        frames = [part for fact in facts for part in in_frames(fact, self.journal)]
+        self._log(frames, batch=batch if whole and len(frames) == 1 else None)
         self._log(self.core.lane_steps())
         return reply
 
@@ -610,7 +613,8 @@ class Owner:
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
         if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._look(now_s)
+            self._looked_s = now_s
+            self.core.room.look()
         if now_s - (self._rate.seen_s or 0.0) >= RATE_EVERY_S:
             total = self.core.state.total()
             self._rate.total = total.enqueued.tokens

@@ -20,6 +20,7 @@ from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
 from fabric_pipelines.broker.owner import Owner
+from fabric_pipelines.broker.promise import bounded, require_name, require_proof
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -54,7 +55,13 @@ from fabric_pipelines.errors import (
     VersionRefused,
 )
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
+from fabric_pipelines.records.arrow import (
+    crc32c,
+    from_ipc,
+    require_schema,
+    to_ipc_part,
+    to_ipc_pieces,
+)
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
@@ -293,6 +300,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         for field in COMPLETION_SCHEMA:
             if not field.nullable and batch.column(field.name).null_count:
                 raise SchemaError(f"completion batch has nulls in {field.name!r}")
+        kept = bounded(batch)
+        if kept is not batch:
+            batch, ipc = kept, to_ipc_part(kept)
         return self._ask(lambda owner: owner.computed(name, batch, ipc), Rank.ACKNOWLEDGE)
 
     def _nack(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
@@ -332,6 +342,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, dead = _ids(parts[0]), fields.flag(head, "dead")
         confirmation = Confirmation(fields.text(head, "kind"), fields.mapping(head, "proof"))
+        require_proof(confirmation.proof)
         requeues = np.frombuffer(parts[1], np.uint8) if len(parts) > 1 else None
         if requeues is not None and len(requeues) != len(ids):
             raise UsageError(f"{len(ids)} task ids came with {len(requeues)} requeue counts")
@@ -409,7 +420,9 @@ def require_protocol(head: Head) -> None:
 
 
 def _session(head: Head, who: Identity) -> str:
-    return who.session(fields.text(head, "session"))
+    name = who.session(fields.text(head, "session"))
+    require_name(name)
+    return name
 
 
 def _malformed(name: str, fault: Exception) -> UsageError:

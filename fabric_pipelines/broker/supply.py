@@ -362,7 +362,8 @@ class Supply:
         view, count, lane = cut.view, cut.count, cut.view.lane
         thin = lane.step is Step.DRAINING and lane.key.length and not cut.is_full
         if thin and count == lane.ready and not lane.order.has_front:
-            most = max(count, self._room.sequences(lane, budget.sequences))
+            others = sum(other.ready for other in queue.neighbours(lane))
+            most = max(count, self._room.sequences(min(budget.sequences, count + others)))
             tasks = self._take_merged(queue, view, replace(budget, sequences=most))
             return self._granted(self._state.next_lease, lane, tasks)
         tokens = int(cut.prompt[:count].sum())

@@ -7,9 +7,13 @@ over a sealed one. A mapping of a file that is still written would turn a disk e
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal.files import FileOps, read_exactly
@@ -147,6 +151,27 @@ class Segment:
                 )
             self.mapped = Mapped(ops.map(self.fd, self.end))
         return self.mapped
+
+
+def frames_of_kind(segments: Iterable[Segment], kind: int) -> list[int]:
+    """LSNs, in order, without reading any frame."""
+    found: list[int] = []
+    for segment in segments:
+        hits = np.flatnonzero(np.frombuffer(segment.kinds, np.uint16) == kind)
+        found += (hits + segment.first_lsn).tolist()
+    return found
+
+
+def extents_of(segments: Iterable[Segment], lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes of each frame, with the control frames behind it; 0 for those of no segment."""
+    sizes = np.zeros(len(lsns), np.int64)
+    for segment in segments:
+        mine = np.flatnonzero((lsns >= segment.first_lsn) & (lsns <= segment.last_lsn))
+        if len(mine):
+            ends = np.append(np.frombuffer(segment.offsets, np.uint64), segment.end)
+            spans = np.diff(ends.astype(np.int64))
+            sizes[mine] = spans[lsns[mine] - segment.first_lsn]
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -455,7 +455,7 @@ def test_a_damaged_journal_is_refused_at_start_with_the_code_of_its_kind(broker:
     submit(broker, submission_of(batches), batches)
     submit(broker, submission_of(batches, 2), batches)
     broker.end(signal.SIGTERM)
-    (active,) = broker.settings.journal_dir.glob("*.segment")
+    active = min(broker.settings.journal_dir.glob("*.segment"))
     content = bytearray(active.read_bytes())
     content[400] ^= 1
     active.write_bytes(content)
@@ -485,7 +485,7 @@ def test_a_refused_start_names_the_rows_that_the_damage_costs(broker: Broker) ->
     header = submission_of(batches)
     submit(broker, header, batches)
     broker.end(signal.SIGTERM)
-    (active,) = broker.settings.journal_dir.glob("*.segment")
+    active = min(broker.settings.journal_dir.glob("*.segment"))
     content = bytearray(active.read_bytes())
     at = content.index(b'"first_row":10')
     content[at + 600] ^= 1
@@ -612,7 +612,7 @@ def test_one_flipped_bit_in_the_last_upload_is_told_after_the_restart_took_its_l
         stream.close()
         told = producer._presented()["acknowledged"]
         broker.kill()
-        (segment,) = folder.glob("*.segment")
+        segment = min(folder.glob("*.segment"))
         content = segment.read_bytes()
         payload = content.rindex(b"1FPF") - 4  # of the last fact
         with segment.open("r+b") as file:
