@@ -49,6 +49,7 @@ def measure(rows: tuple[int, ...] = ROWS) -> list[dict[str, Any]]:
                     row[way] = str(fault)[:120]
             told.append(row)
             del sets
+    torch.cuda.empty_cache()
     return told
 
 

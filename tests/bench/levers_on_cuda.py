@@ -2,7 +2,8 @@
 
 A stream keeps more requests waiting than ever run; per row it settles, then the tokens that the scheduler gave out (prompt and
 generated, none reused: prompts are random) are counted for some seconds. So a row knows neither a beginning nor a drain.
-Sequences only grow from row to row. A trace of some steps at the end says what share of the wall time kernels fill.
+Sequences only grow from row to row. A trace of some steps behind the first row says what share of the wall time kernels fill, and
+the row is measured once more behind it: a profiler that stayed would show.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gzip
 import itertools
 import json
 import re
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from tests.bench import vllm_inside
 from tests.bench.vllm_inside import ask
 
 WAITING = 700  # requests beyond those that run
+CARD = "clocks.sm,power.draw,utilization.gpu,clocks_event_reasons.active"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +93,48 @@ def measure(
     seconds: float,
     profiles: Path | None,
 ) -> list[dict[str, Any]]:
-    """A dictionary a row; traces of the first and the last row into `profiles`."""
+    """A dictionary a row; the trace goes into `profiles`."""
     told = []
     stream = Stream(engine)
     ask(engine, vllm_inside.count_tokens)
     for number, row in enumerate(rows):
         ask(engine, vllm_inside.set_limits, row.sequences, row.step_tokens)
         stream.run(row.sequences, settle_s * (2 if number == 0 else 1))
-        tokens, steps, _ = ask(engine, vllm_inside.count_tokens)
-        started = time.perf_counter()
-        stream.run(row.sequences, seconds)
-        tokens_then, steps_then, running = ask(engine, vllm_inside.count_tokens)
-        took = time.perf_counter() - started
-        told.append({
-            "sequences": row.sequences, "step_tokens": row.step_tokens, "seconds": took,
-            "total_tok_s": round((tokens_then - tokens) / took), "running": running,
-            "step_ms": round(1000 * took / max(steps_then - steps, 1), 2),
-            "tokens_a_step": round((tokens_then - tokens) / max(steps_then - steps, 1)),
-        })  # fmt: skip
-        if profiles is not None and number in (0, len(rows) - 1):
+        told.append(
+            {"step_tokens": row.step_tokens, **counted(engine, stream, row.sequences, seconds)}
+        )
+        if profiles is not None and number == 0:
             told[-1]["profile"] = traced(engine, stream, row.sequences, profiles)
+            stream.run(row.sequences, 2.0)
+            again = counted(engine, stream, row.sequences, seconds / 2)
+            told[-1]["after_profile_tok_s"] = again["total_tok_s"]
     stream.end()
     ask(engine, vllm_inside.stop_count)
     return told
+
+
+def counted(engine: VllmEngine, stream: Stream, sequences: int, seconds: float) -> dict[str, Any]:
+    tokens, steps, _ = ask(engine, vllm_inside.count_tokens)
+    started = time.perf_counter()
+    stream.run(sequences, seconds / 2)
+    card = subprocess.Popen(
+        ["nvidia-smi", f"--query-gpu={CARD}", "--format=csv,noheader"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stream.run(sequences, seconds / 2)
+    tokens_then, steps_then, running = ask(engine, vllm_inside.count_tokens)
+    took = time.perf_counter() - started
+    made = max(steps_then - steps, 1)
+    return {
+        "sequences": sequences,
+        "seconds": took,
+        "total_tok_s": round((tokens_then - tokens) / took),
+        "running": running,
+        "step_ms": round(1000 * took / made, 2),
+        "tokens_a_step": round((tokens_then - tokens) / made),
+        "card": card.communicate()[0].strip(),
+    }
 
 
 def traced(engine: VllmEngine, stream: Stream, sequences: int, profiles: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.vllm_session_on_cuda --out FOLDER --landed-s 600
 
-In order: what the rate hangs on (levers_on_cuda), the fabric against the engine fed directly (fabric_pipelines.bench.supply, landed
-in Postgres), arrival order against the broker's (prefixes_on_cuda), products in fp8. One JSON object a line in FOLDER/session.jsonl.
+In order: what the rate hangs on (levers_on_cuda, fp8_products_on_cuda), the fabric against the engine fed directly
+(fabric_pipelines.bench.supply, landed in Postgres), arrival order against the broker's (prefixes_on_cuda). One JSON object a line in FOLDER/session.jsonl.
 A part that fails says so there and the next one runs. --landed-s: seconds that the sides of the second part may take together;
 so many tasks are drawn (at most --tasks).
 """
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, nargs="*", default=[1024, 1536, 2048])
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--cache-tokens", type=int, default=160_000)
-    parser.add_argument("--parts", default="levers,landed,prefixes,products")
+    parser.add_argument("--parts", default="levers,landed,prefixes")
     given = parser.parse_args(argv)
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if "levers" in parts:
             part(say, "levers", levers)
+            part(say, "products", products)
             base = rates.get(1024, 0.0)
             better = [count for count, rate in rates.items() if rate > WORTH * base]
             chosen = [max(better, key=rates.__getitem__)] if base and better else [1024]
-        use(engine, chosen[0], given.step_tokens)
+        part(say, "use", lambda: use(engine, chosen[0], given.step_tokens))
         say({"sequences_from_here": chosen[0]})
-        for name, body in (("landed", landed), ("prefixes", prefixes), ("products", products)):
+        for name, body in (("landed", landed), ("prefixes", prefixes)):
             if name in parts:
                 part(say, name, body)
     say({"done": True})
