@@ -2,8 +2,8 @@
 
 `python -m fabric_pipelines.bench.supply --tasks 20000 --rounds 2 --landed`: one vLLM engine in one process, random weights
 in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, fabric, direct, direct ...: a drift then
-weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's own blocking `generate`, everything in
-memory, in the best order known here (`best_order`). *fabric* is a broker process of its own (Unix socket, journal on disk)
+weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in
+memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
 and the worker loop; it ends when the last completion is journaled, with --landed when the last task is retired: its
 row is in Postgres, which runs beside it with a completion process. Prints one JSON object a side, then the ratios.
 """
@@ -41,6 +41,7 @@ from fabric_pipelines.worker.engines.checkpoint import (
 )
 from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
+from fabric_pipelines.worker.engines.vllm_driver import ADDS_PER_TURN
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (180, 540), (115, 345)  # uniform, upper end left out
@@ -167,13 +168,47 @@ def _open_card() -> CardMeter | None:
 
 
 def run_direct(engine: VllmEngine, mix: Mix) -> Side:
-    """vLLM's own blocking call on the whole list."""
-    llm = engine.llm
-    import vllm
+    """vLLM fed from memory by a loop of a few lines, in the groups that its driver uses: the best that is known here."""
+    llm_engine, runtime = engine.llm.llm_engine, _vllm()
+    kind = runtime.sampling_params.RequestOutputKind.FINAL_ONLY
+    params = {
+        cap: runtime.SamplingParams(
+            max_tokens=cap, ignore_eos=True, detokenize=False, temperature=0.0, output_kind=kind
+        )
+        for cap in set(mix.new.tolist())
+    }
+    requests = [
+        (f"direct-{row}", runtime.inputs.tokens_input(prompt.tolist()), params[new])
+        for row, (prompt, new) in enumerate(zip(mix.prompts, mix.new.tolist(), strict=True))
+    ]
+    places = engine.profile.max_batch_size
+    given = done = reused = generated = 0
+    watch = Watch(lambda: given - done, places)
+    with watch:
+        started = time.perf_counter()
+        while done < len(requests):
+            free = places - (given - done)
+            if free >= engine.group:
+                for request in requests[given : given + min(free, ADDS_PER_TURN)]:
+                    llm_engine.add_request(*request)
+                given = min(given + min(free, ADDS_PER_TURN), len(requests))
+            for output in llm_engine.step():
+                if output.finished:
+                    done += 1
+                    reused += output.num_cached_tokens or 0
+                    generated += len(output.outputs[0].token_ids)
+        ended = time.perf_counter()
+    return _direct("direct", mix, reused, generated, watch, (started, ended))
 
+
+def run_generate(engine: VllmEngine, mix: Mix) -> Side:
+    """vLLM's own blocking call on the whole list."""
+    llm, runtime = engine.llm, _vllm()
     prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in mix.prompts]
     params = [
-        vllm.SamplingParams(max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0)
+        runtime.SamplingParams(
+            max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0
+        )
         for new in mix.new
     ]
     watch = Watch(llm.llm_engine.get_num_unfinished_requests, engine.profile.max_batch_size)
@@ -182,15 +217,31 @@ def run_direct(engine: VllmEngine, mix: Mix) -> Side:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         ended = time.perf_counter()
     reused = sum(output.num_cached_tokens or 0 for output in outputs)
+    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return _direct("generate", mix, reused, generated, watch, (started, ended))
+
+
+def _vllm() -> Any:
+    import vllm
+    import vllm.inputs
+    import vllm.sampling_params
+
+    return vllm
+
+
+def _direct(
+    way: str, mix: Mix, reused: int, generated: int, watch: Watch, span: tuple[float, float]
+) -> Side:
+    offered = mix.prompt_tokens
     return Side(
-        "direct",
-        len(outputs),
-        ended - started,
-        mix.prompt_tokens,
+        way,
+        len(mix.prompts),
+        span[1] - span[0],
+        offered,
         reused,
-        mix.prompt_tokens - reused,
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        **watch.shares(started, ended),
+        offered - reused,
+        generated,
+        **watch.shares(*span),
     )
 
 

@@ -1,6 +1,6 @@
 """What vLLM's own rate hangs on: one engine process, one variable at a time, work without end.
 
-A stream keeps more requests waiting than ever run; per row it settles, then the tokens that the scheduler gave out (prompt and
+A stream gives the engine what it has places for; per row it settles, then the tokens that the scheduler gave out (prompt and
 generated, none reused: prompts are random) are counted for some seconds. So a row knows neither a beginning nor a drain.
 Sequences only grow from row to row. A trace of some steps behind the first row says what share of the wall time kernels fill, and
 the row is measured once more behind it: a profiler that stayed would show.
@@ -16,25 +16,30 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fabric_pipelines.bench.supply import Mix, draw_mix
 from fabric_pipelines.worker.engines.vllm import VllmEngine
+from fabric_pipelines.worker.engines.vllm_driver import ADDS_PER_TURN
 from tests.bench import vllm_inside
 from tests.bench.vllm_inside import ask
 
 WAITING = 700  # requests beyond those that run
+TRACED, SKIPPED_US = 48, 300_000  # steps of a trace, and how much of its beginning is left out
 CARD = "clocks.sm,power.draw,utilization.gpu,clocks_event_reasons.active"
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A row: at most so many sequences, and tokens a step."""
+    """A row: at most so many sequences, and tokens a step; group: places that must be free before requests are added, 0 =
+    there are always some waiting inside vLLM; collector: Python's, in the scheduler's process."""
 
     sequences: int
     step_tokens: int
+    group: int = 0
+    collector: bool = True
 
 
 class Stream:
@@ -42,38 +47,41 @@ class Stream:
 
     def __init__(self, engine: VllmEngine) -> None:
         import vllm
+        import vllm.inputs
+        import vllm.sampling_params
 
         self._engine, self._llm = engine, engine.llm.llm_engine
         mix: Mix = draw_mix(6000, seed=5)
         self._prompts = itertools.cycle([prompt.tolist() for prompt in mix.prompts])
-        self._params = itertools.cycle([
-            vllm.SamplingParams(
-                max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0,
-                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        params = {
+            cap: vllm.SamplingParams(
+                max_tokens=cap, ignore_eos=True, detokenize=False, temperature=0.0, output_kind=kind
             )
-            for new in mix.new
-        ])  # fmt: skip
+            for cap in set(mix.new.tolist())
+        }
+        self._params = itertools.cycle([params[cap] for cap in mix.new.tolist()])
         self._wrap = vllm.inputs.tokens_input
         self._inside: set[str] = set()
         self._given = itertools.count()
 
-    def run(self, sequences: int, seconds: float) -> None:
+    def run(self, row: Lever, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
-            self._step(sequences + WAITING)
+            self._step(row)
 
-    def steps(self, sequences: int, count: int) -> None:
+    def steps(self, row: Lever, count: int) -> None:
         for _ in range(count):
-            self._step(sequences + WAITING)
+            self._step(row)
 
-    def _step(self, most: int) -> None:
-        for _ in range(min(most - len(self._inside), 256)):
-            name = f"stream-{next(self._given)}"
+    def _step(self, row: Lever) -> None:
+        free = row.sequences + (0 if row.group else WAITING) - len(self._inside)
+        for _ in range(min(free, ADDS_PER_TURN) if free >= row.group else 0):
+            number = next(self._given)
             # A first token of its own: the same prompt must not find itself in the prefix cache.
-            prompt = next(self._prompts)
-            fresh = [10 + next(self._given) % 150_000, *prompt[1:]]
-            self._llm.add_request(name, self._wrap(fresh), next(self._params))
-            self._inside.add(name)
+            fresh = [10 + number % 150_000, *next(self._prompts)[1:]]
+            self._llm.add_request(f"stream-{number}", self._wrap(fresh), next(self._params))
+            self._inside.add(f"stream-{number}")
         for output in self._llm.step():
             if output.finished:
                 self._inside.discard(output.request_id)
@@ -99,35 +107,34 @@ def measure(
     ask(engine, vllm_inside.count_tokens)
     for number, row in enumerate(rows):
         ask(engine, vllm_inside.set_limits, row.sequences, row.step_tokens)
-        stream.run(row.sequences, settle_s * (2 if number == 0 else 1))
-        told.append(
-            {"step_tokens": row.step_tokens, **counted(engine, stream, row.sequences, seconds)}
-        )
+        ask(engine, vllm_inside.set_collector, row.collector)
+        stream.run(row, settle_s * (2.5 if number == 0 else 1))
+        told.append(counted(engine, stream, row, seconds))
         if profiles is not None and number == 0:
-            told[-1]["profile"] = traced(engine, stream, row.sequences, profiles)
-            stream.run(row.sequences, 2.0)
-            again = counted(engine, stream, row.sequences, seconds / 2)
-            told[-1]["after_profile_tok_s"] = again["total_tok_s"]
+            told[-1]["profile"] = traced(engine, stream, row, profiles)
+            stream.run(row, 2.0)
+            told[-1]["after_profile_tok_s"] = counted(engine, stream, row, seconds)["total_tok_s"]
     stream.end()
     ask(engine, vllm_inside.stop_count)
+    ask(engine, vllm_inside.set_collector, True)
     return told
 
 
-def counted(engine: VllmEngine, stream: Stream, sequences: int, seconds: float) -> dict[str, Any]:
+def counted(engine: VllmEngine, stream: Stream, row: Lever, seconds: float) -> dict[str, Any]:
     tokens, steps, _ = ask(engine, vllm_inside.count_tokens)
     started = time.perf_counter()
-    stream.run(sequences, seconds / 2)
+    stream.run(row, seconds / 2)
     card = subprocess.Popen(
         ["nvidia-smi", f"--query-gpu={CARD}", "--format=csv,noheader"],
         stdout=subprocess.PIPE,
         text=True,
     )
-    stream.run(sequences, seconds / 2)
+    stream.run(row, seconds / 2)
     tokens_then, steps_then, running = ask(engine, vllm_inside.count_tokens)
     took = time.perf_counter() - started
     made = max(steps_then - steps, 1)
     return {
-        "sequences": sequences,
+        **asdict(row),
         "seconds": took,
         "total_tok_s": round((tokens_then - tokens) / took),
         "running": running,
@@ -137,19 +144,17 @@ def counted(engine: VllmEngine, stream: Stream, sequences: int, seconds: float) 
     }
 
 
-def traced(engine: VllmEngine, stream: Stream, sequences: int, profiles: Path) -> dict[str, Any]:
+def traced(engine: VllmEngine, stream: Stream, row: Lever, profiles: Path) -> dict[str, Any]:
     before = set(profiles.rglob("*.json*"))
     engine.llm.start_profile()
-    stream.steps(sequences, 25)
+    stream.steps(row, TRACED)
     engine.llm.stop_profile()
-    until = time.monotonic() + 60
-    while not (made := set(profiles.rglob("*.json*")) - before) and time.monotonic() < until:
-        stream.steps(sequences, 1)
+    made = set(profiles.rglob("*.json*")) - before
     return kernels(max(made, key=lambda path: path.stat().st_size)) if made else {}
 
 
 def kernels(trace: Path) -> dict[str, Any]:
-    """Share of the time between first and last kernel that kernels fill (overlaps once), and what they were."""
+    """Share of the time between two kernels far apart that kernels fill (overlaps once), and what they were."""
     told = trace.read_bytes()
     events = json.loads(gzip.decompress(told) if trace.suffix == ".gz" else told)["traceEvents"]
     spans = sorted(
@@ -157,6 +162,8 @@ def kernels(trace: Path) -> dict[str, Any]:
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
     )
+    # The first steps of a trace are slow on the host: their kernels are looked up by the tracer.
+    spans = [span for span in spans if span[0] >= spans[0][0] + SKIPPED_US]
     filled, reached = 0.0, spans[0][0]
     times: Counter[str] = Counter()
     for begun, ended, name in spans:

@@ -1,7 +1,7 @@
 """Arrival order against the broker's on prefix-heavy work, by how many times the distinct prefixes fill the cache.
 
-Documents of 300-699 tokens, each with several questions of 20-59 tokens and answers of 64-127, shuffled. *arrival* is vLLM's
-own blocking `generate` on the shuffled list, all in memory; *broker* the same list submitted as it is, through broker process
+Documents of 300-699 tokens, each with several questions of 20-59 tokens and answers of 64-127, shuffled. *arrival* is vLLM
+fed from memory with the shuffled list (supply.run_direct); *broker* the same list submitted as it is, through broker process
 and worker loop. The cache is capped by holding blocks back in vLLM's own pool and emptied before each side.
 """
 

@@ -6,6 +6,7 @@ the worker lives there too, so the scheduler is found up the stack. Nothing here
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -48,6 +49,12 @@ def count_tokens(worker: Any) -> tuple[int, int, int]:
         scheduler.schedule = counted
     tokens, steps = getattr(scheduler, COUNT)
     return tokens, steps, len(scheduler.running)
+
+
+def set_collector(worker: Any, on: bool) -> bool:
+    """Python's garbage collector of the scheduler's process."""
+    (gc.enable if on else gc.disable)()
+    return gc.isenabled()
 
 
 def stop_count(worker: Any) -> None:

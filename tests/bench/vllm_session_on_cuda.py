@@ -2,8 +2,8 @@
 
     python -m tests.bench.vllm_session_on_cuda --out FOLDER --landed-s 600
 
-In order: what the rate hangs on (levers_on_cuda, fp8_products_on_cuda), the fabric against the engine fed directly
-(fabric_pipelines.bench.supply, landed in Postgres), arrival order against the broker's (prefixes_on_cuda). One JSON object a line in FOLDER/session.jsonl.
+In order: what the rate hangs on (levers_on_cuda), the fabric against the engine fed directly
+(fabric_pipelines.bench.supply, landed in Postgres), arrival order against the broker's (prefixes_on_cuda); where asked, products in fp8. One JSON object a line in FOLDER/session.jsonl.
 A part that fails says so there and the next one runs. --landed-s: seconds that the sides of the second part may take together;
 so many tasks are drawn (at most --tasks).
 """
@@ -34,11 +34,11 @@ from tests.bench.vllm_inside import ask
 TOKENS_A_TASK = 589.2
 SIDES = 4
 EDGES = 0.94  # of the steady rate, over a run with its beginning and its drain
-WORTH = 1.02  # a larger batch drains longer: it is taken for more than this
+WORTH = 1.01  # a larger group leaves more places empty: it is taken for more than this
 PREFIX_ROWS = (
-    Row(0.5, 20, ("arrival", "broker", "broker", "arrival")),
+    Row(0.5, 24, ("arrival", "broker", "broker", "arrival")),
     Row(2.0, 8, ("arrival", "broker")),
-    Row(5.0, 8, ("arrival", "broker")),
+    Row(5.0, 5, ("arrival", "broker")),
 )
 
 
@@ -69,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", type=int, default=20_000)
     parser.add_argument("--landed-s", type=float, default=600.0)
-    parser.add_argument("--sequences", type=int, nargs="*", default=[1024, 1536, 2048])
+    parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--prefix-sequences", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
-    parser.add_argument("--cache-tokens", type=int, default=160_000)
+    parser.add_argument("--cache-tokens", type=int, default=80_000)
     parser.add_argument("--parts", default="levers,landed,prefixes")
     given = parser.parse_args(argv)
     out: Path = given.out.resolve()
@@ -86,23 +87,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             "postgres",
             lambda: servers.append(stack.enter_context(behind.postgres(home / "pg"))),
         )
-        limits = Limits(max(given.sequences), given.step_tokens, 2048, 4096)
+        limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
         engine, load_s = supply.open_shape(
             home, "fp8", limits, VllmOptions(profiles=out / "traces")
         )
         stack.callback(engine.close)
         say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
-        chosen = [1024]
+        sequences, step_tokens = given.sequences, given.step_tokens
         rates: dict[int, float] = {}
 
         def levers() -> None:
-            rows = [Lever(count, given.step_tokens) for count in given.sequences]
-            for row in levers_on_cuda.measure(engine, rows, 10.0, 8.0, out / "traces"):
+            rows = [
+                Lever(sequences, step_tokens, sequences // 32),
+                Lever(sequences, step_tokens, sequences // 16),
+                Lever(sequences, step_tokens, sequences // 32, collector=False),
+                Lever(sequences, step_tokens),
+            ]
+            for row in levers_on_cuda.measure(engine, rows, 7.0, 6.0, out / "traces"):
                 say({"table": "levers", **row})
-                rates[row["sequences"]] = row["total_tok_s"]
+                if row["collector"]:
+                    rates[row["group"]] = row["total_tok_s"]
 
         def landed() -> None:
-            rate = rates.get(chosen[0], 50_000.0)
+            rate = rates.get(engine.group, 50_000.0)
             side_s = given.landed_s / SIDES
             tasks = min(given.tasks, int(side_s * EDGES * rate / TOKENS_A_TASK))
             pg_url = partial(behind.database, servers[0])
@@ -113,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say({"fabric_over_direct": [round(ratio, 4) for ratio in supply.ratios(sides)]})
 
         def prefixes() -> None:
+            use(engine, given.prefix_sequences, step_tokens)
             prefixes_on_cuda.measure(engine, PREFIX_ROWS, given.cache_tokens, home, say)
 
         def products() -> None:
@@ -121,13 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if "levers" in parts:
             part(say, "levers", levers)
-            part(say, "products", products)
-            base = rates.get(1024, 0.0)
-            better = [count for count, rate in rates.items() if rate > WORTH * base]
-            chosen = [max(better, key=rates.__getitem__)] if base and better else [1024]
-        part(say, "use", lambda: use(engine, chosen[0], given.step_tokens))
-        say({"sequences_from_here": chosen[0]})
-        for name, body in (("landed", landed), ("prefixes", prefixes)):
+            grouped = rates.get(sequences // 32, 0.0)
+            better = rates.get(sequences // 16, 0.0) > WORTH * grouped
+            engine.feed_in_groups(sequences, sequences // (16 if better else 32))
+            say({"group_from_here": engine.group})
+        for name, body in (("landed", landed), ("prefixes", prefixes), ("products", products)):
             if name in parts:
                 part(say, name, body)
     say({"done": True})
@@ -138,6 +144,7 @@ def use(engine: VllmEngine, sequences: int, step_tokens: int) -> None:
     """The engine as if it had been opened with so many sequences."""
     ask(engine, vllm_inside.set_limits, sequences, step_tokens)
     engine.profile = replace(engine.profile, max_batch_size=sequences)
+    engine.feed_in_groups(sequences, max(sequences // 32, 1))
 
 
 if __name__ == "__main__":

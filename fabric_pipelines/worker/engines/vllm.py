@@ -48,6 +48,7 @@ from fabric_pipelines.worker.engines.vllm_driver import Answer, Driver, Request
 
 KEYS = SAMPLING_KEYS | {"ignore_eos"}
 SHUTDOWN_S = 10.0
+GROUPS = 32  # of a batch: its places stand empty for half a group on average, 1.6 %
 WINDOW_STEPS = 8  # supply beside the engine, in full steps of tokens
 GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
 GRAPH_STEP = 64  # between sizes from 512 on: a step is padded to the next one
@@ -96,13 +97,15 @@ ENVIRONMENT = (
 class VllmOptions:
     """What changes speed and memory, never meaning. kv_blocks: cap of the KV cache, None = what fits;
     eager: no compilation and no graphs (fast to open, slow to run); profiles: folder for traces of vLLM's torch
-    profiler (`llm.start_profile`), None = it is not there."""
+    profiler (`llm.start_profile`), None = it is not there; group: places that must be free before requests are added (see
+    vllm_driver), None = a thirty-second of the batch."""
 
     gpu_memory_share: float = 0.9
     kv_blocks: int | None = None
     prefix_caching: bool = True
     eager: bool = False
     profiles: Path | None = None
+    group: int | None = None
 
 
 def graph_sizes(sequences: int) -> list[int]:
@@ -176,6 +179,8 @@ class VllmEngine(ByRequest[Driver]):
             prompt_of=self._runtime.inputs.tokens_input,
             is_dead=lambda: bool(core.resources.engine_dead),
             clock=self._clock,
+            places=self.profile.max_batch_size,
+            group=self._options.group or max(self.profile.max_batch_size // GROUPS, 1),
         )
 
     def _require_files(self) -> None:
@@ -323,6 +328,16 @@ class VllmEngine(ByRequest[Driver]):
     def inside(self) -> int:
         """Requests that vLLM holds now, running or waiting."""
         return self._opened().inside
+
+    @property
+    def group(self) -> int:
+        """Places that must be free before requests are added."""
+        return self._opened().group
+
+    def feed_in_groups(self, places: int, group: int) -> None:
+        """From now on; for measurements that compare."""
+        driver = self._opened()
+        driver.places, driver.group = places, group
 
 
 def _missing() -> MissingDependency:
