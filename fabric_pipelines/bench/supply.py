@@ -181,14 +181,14 @@ def run_direct(engine: VllmEngine, mix: Mix) -> Side:
         (f"direct-{row}", runtime.inputs.tokens_input(prompt.tolist()), params[new])
         for row, (prompt, new) in enumerate(zip(mix.prompts, mix.new.tolist(), strict=True))
     ]
-    places = engine.profile.max_batch_size
+    places, group = engine.feeding
     given = done = reused = generated = 0
-    watch = Watch(lambda: given - done, places)
+    watch = Watch(lambda: given - done, engine.profile.max_batch_size)
     with watch:
         started = time.perf_counter()
         while done < len(requests):
             free = places - (given - done)
-            if free >= engine.group:
+            if free >= group:
                 for request in requests[given : given + min(free, ADDS_PER_TURN)]:
                     llm_engine.add_request(*request)
                 given = min(given + min(free, ADDS_PER_TURN), len(requests))

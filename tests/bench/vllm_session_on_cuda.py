@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rates[row["group"]] = row["total_tok_s"]
 
         def landed() -> None:
-            rate = rates.get(engine.group, 50_000.0)
+            rate = max(rates.values(), default=50_000.0)
             side_s = given.landed_s / SIDES
             tasks = min(given.tasks, int(side_s * EDGES * rate / TOKENS_A_TASK))
             pg_url = partial(behind.database, servers[0])
@@ -129,10 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if "levers" in parts:
             part(say, "levers", levers)
-            grouped = rates.get(sequences // 32, 0.0)
-            better = rates.get(sequences // 16, 0.0) > WORTH * grouped
-            engine.feed_in_groups(sequences, sequences // (16 if better else 32))
-            say({"group_from_here": engine.group})
+            best = max(rates, key=rates.__getitem__, default=sequences // 32)
+            if best == sequences // 16 and rates[best] < WORTH * rates[sequences // 32]:
+                best = sequences // 32
+            engine.feed_in_groups(sequences if best else sequences + sequences // 2, best or 1)
+            say({"feeding_from_here": engine.feeding})
         for name, body in (("landed", landed), ("prefixes", prefixes), ("products", products)):
             if name in parts:
                 part(say, name, body)

@@ -330,9 +330,10 @@ class VllmEngine(ByRequest[Driver]):
         return self._opened().inside
 
     @property
-    def group(self) -> int:
-        """Places that must be free before requests are added."""
-        return self._opened().group
+    def feeding(self) -> tuple[int, int]:
+        """(requests that vLLM is given at once, how many of them must have ended before more are added)."""
+        driver = self._opened()
+        return driver.places, driver.group
 
     def feed_in_groups(self, places: int, group: int) -> None:
         """From now on; for measurements that compare."""
