@@ -3,7 +3,8 @@
 A stream gives the engine what it has places for; per row it settles, then the tokens that the scheduler gave out (prompt and
 generated, none reused: prompts are random) are counted for some seconds. So a row knows neither a beginning nor a drain.
 Sequences only grow from row to row. A trace of some steps behind the first row says what share of the wall time kernels fill, and
-the row is measured once more behind it: a profiler that stayed would show.
+the row is measured once more behind it: a profiler that stayed would show. `python -m tests.bench.levers_on_cuda TRACE...` looks
+at such traces again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import gzip
 import itertools
 import json
 import re
+import statistics
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from tests.bench.vllm_inside import ask
 
 WAITING = 700  # requests beyond those that run
 TRACED, SKIPPED_US = 48, 300_000  # steps of a trace, and how much of its beginning is left out
+STEP = re.compile(r"context_(\d+)\((\d+)\)_generation_(\d+)")  # vLLM's mark of a step
 CARD = "clocks.sm,power.draw,utilization.gpu,clocks_event_reasons.active"
 
 
@@ -155,27 +159,70 @@ def traced(engine: VllmEngine, stream: Stream, row: Lever, profiles: Path) -> di
 
 def kernels(trace: Path) -> dict[str, Any]:
     """Share of the time between two kernels far apart that kernels fill (overlaps once), and what they were."""
+    spans = kernel_spans(read(trace))
+    # The first steps of a trace are slow on the host: their kernels are looked up by the tracer.
+    spans = [span for span in spans if span[0] >= spans[0][0] + SKIPPED_US]
+    times: Counter[str] = Counter()
+    for begun, ended, name in spans:
+        times[family(name)] += ended - begun
+    wall = max(ended for _, ended, _ in spans) - spans[0][0]
+    total = sum(times.values())
+    return {
+        "kernels": len(spans), "wall_ms": round(wall / 1000, 1), "filled": round(filled(spans) / wall, 4),
+        "shares": {name: round(took / total, 4) for name, took in times.most_common(25)},
+    }  # fmt: skip
+
+
+def by_step(trace: Path) -> dict[str, dict[str, float]]:
+    """Of steps that only generate and of those that also hold prompts: how many, tokens, ms from one to the next, and ms of it
+    that kernels fill. The first five are left out."""
+    events = read(trace)
+    spans = kernel_spans(events)
+    marks = sorted(
+        (event["ts"], int(found[2]) + int(found[3]), int(found[1]) > 0)
+        for event in events
+        if event.get("cat") == "gpu_user_annotation" and (found := STEP.search(event["name"]))
+    )
+    told: dict[str, list[tuple[float, float, int]]] = {"generate only": [], "with prompts": []}
+    for (begun, tokens, prompts), (after, _, _) in itertools.pairwise(marks[5:]):
+        own = [span for span in spans if begun <= span[0] < after]
+        row = ((after - begun) / 1000, filled(own) / 1000, tokens)
+        told["with prompts" if prompts else "generate only"].append(row)
+    return {
+        kind: {
+            "steps": len(rows),
+            "tokens": round(statistics.fmean(row[2] for row in rows)),
+            "ms": round(statistics.fmean(row[0] for row in rows), 1),
+            "kernels_ms": round(statistics.fmean(row[1] for row in rows), 1),
+        }
+        for kind, rows in told.items()
+        if rows
+    }
+
+
+def read(trace: Path) -> list[dict[str, Any]]:
     told = trace.read_bytes()
-    events = json.loads(gzip.decompress(told) if trace.suffix == ".gz" else told)["traceEvents"]
-    spans = sorted(
+    found: list[dict[str, Any]] = json.loads(
+        gzip.decompress(told) if trace.suffix == ".gz" else told
+    )["traceEvents"]
+    return found
+
+
+def kernel_spans(events: list[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    return sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
     )
-    # The first steps of a trace are slow on the host: their kernels are looked up by the tracer.
-    spans = [span for span in spans if span[0] >= spans[0][0] + SKIPPED_US]
-    filled, reached = 0.0, spans[0][0]
-    times: Counter[str] = Counter()
-    for begun, ended, name in spans:
-        filled += max(ended - max(begun, reached), 0.0)
+
+
+def filled(spans: Sequence[tuple[float, float, str]]) -> float:
+    """Time under one of them at least."""
+    total, reached = 0.0, float("-inf")
+    for begun, ended, _ in spans:
+        total += max(ended - max(begun, reached), 0.0)
         reached = max(reached, ended)
-        times[family(name)] += ended - begun
-    wall = reached - spans[0][0]
-    total = sum(times.values())
-    return {
-        "kernels": len(spans), "wall_ms": round(wall / 1000, 1), "filled": round(filled / wall, 4),
-        "shares": {name: round(took / total, 4) for name, took in times.most_common(25)},
-    }  # fmt: skip
+    return total
 
 
 def family(name: str) -> str:
@@ -183,3 +230,9 @@ def family(name: str) -> str:
     bare = re.sub(r"^(void|std::\w+) ", "", name)
     found = re.search(r"(flash|cutlass|nvjet|gemm|sm90)\w*", bare, re.IGNORECASE)
     return (found.group(0) + " " if found else "") + bare[:70]
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        told = {"trace": path.name, "steps": by_step(path), **kernels(path)}
+        sys.stdout.write(json.dumps(told, indent=1) + "\n")
