@@ -18,7 +18,7 @@ from assets.lineage import latest_events
 from fabric_pipelines import receipts
 from fabric_pipelines import shards as library
 from fabric_pipelines.dataplane.staleness import Staleness
-from fabric_pipelines.errors import DatabaseUnavailable, UsageError
+from fabric_pipelines.errors import AlreadyRunning, DatabaseUnavailable, FencingLost, UsageError
 from resources.database import DatabaseResource
 from resources.shards import ShardsResource
 
@@ -89,6 +89,7 @@ def refresh_shard(
     return dg.MaterializeResult(
         metadata={
             "shard": name,
+            **pruned(database, shards, name),
             "generation": done.generation.number,
             "how": done.how,
             "why": done.why or WHY[done.how],
@@ -103,6 +104,15 @@ def refresh_shard(
         },
         data_version=dg.DataVersion(done.generation.manifest_sha256),
     )
+
+
+def pruned(database: DatabaseResource, shards: ShardsResource, name: str) -> dict[str, Any]:
+    """Old generations go after each new one; while somebody builds the next one, they go after that."""
+    try:
+        done = library.prune(database.of(), shards.root, name, keep=shards.kept)
+    except (AlreadyRunning, FencingLost) as fault:
+        return {"generations_pruned": 0, "prune_waits": str(fault)}
+    return {"generations_pruned": len(done.pruned), "bytes_freed": done.bytes_freed}
 
 
 @dg.graph_asset(

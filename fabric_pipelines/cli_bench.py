@@ -76,6 +76,12 @@ def bench_crash(
     every_byte: Annotated[
         bool, typer.Option("--every-byte", help="Cut them at every byte; some minutes.")
     ] = False,
+    faults: Annotated[
+        bool,
+        typer.Option(
+            "--faults", help="Let every single call fail, with EIO and with ENOSPC; some minutes."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What a crash after any operation, or damage to anything it keeps, does to the broker's log; about 45 s."""
@@ -83,7 +89,7 @@ def bench_crash(
 
     CTRL_C.begin()
     each = EVERY_BYTE if every_byte else Options().torn_each
-    options = Options(seed, subsets, torn, each)
+    options = Options(seed, subsets, torn, each, faults)
     found = measure(options, lambda line: typer.echo(line, err=True))
     _print(found, table(found), as_json)
     if found["broken"]:

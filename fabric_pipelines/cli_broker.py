@@ -83,7 +83,8 @@ def broker_abandon(
     submission_id: Annotated[str, typer.Argument(help="Its id, all 64 digits.")],
     as_json: Json = False,
 ) -> None:
-    """End a submission that will never be whole: what came of it runs, nothing more is taken, its id is used up."""
+    """End a submission that will never be whole: what came of it runs, nothing more is taken, its id is used up. Tasks
+    that cannot be read any more become dead letters, also those of a submission that is closed."""
     from fabric_pipelines.broker.client import BrokerClient
 
     with BrokerClient.of(settings_of(ctx), role="admin") as client:

@@ -44,8 +44,12 @@ def db_init(ctx: typer.Context, as_json: Json = False) -> None:
 def db_migrate(ctx: typer.Context, as_json: Json = False) -> None:
     """Bring the schema up to this program's version."""
     from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.postgres import at_hand
 
-    emit({"applied": Database.of(settings_of(ctx)).migrate()}, as_json)
+    settings = settings_of(ctx)
+    with at_hand(settings, _say):
+        applied = Database.of(settings).migrate()
+    emit({"applied": applied}, as_json)
 
 
 @app.command("status")
@@ -83,13 +87,15 @@ def db_check(
     from fabric_pipelines.broker.client import BrokerClient
     from fabric_pipelines.dataplane import account
     from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.postgres import at_hand
 
     settings = settings_of(ctx)
     settled = None
     if not without_broker:
         with BrokerClient.of(settings, role="admin") as client:
             settled = client.settled()
-    found = account.check(Database.of(settings), settled)
+    with at_hand(settings, _say):
+        found = account.check(Database.of(settings), settled)
     emit({"ok": found.ok, **plain(found)}, as_json)
     lost = [f"{_tasks(item.tasks)} of {item.function}" for item in found.lost]
     lost += [
@@ -100,6 +106,10 @@ def db_check(
         found.ok,
         f"{', '.join(lost)} landed and are gone: restore them from a dump, or submit them again with a salt",
     )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 def _tasks(count: int) -> str:
@@ -116,13 +126,16 @@ def db_accept_loss(
     from fabric_pipelines.broker.client import BrokerClient
     from fabric_pipelines.dataplane import proof
     from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.postgres import at_hand
 
     settings = settings_of(ctx)
     with BrokerClient.of(settings, role="admin") as client:
         settled = client.settled()
-    database = Database.of(settings)
-    database.migrate()
-    emit({"given_up": proof.accept_loss(database, settled, tasks)}, as_json)
+    with at_hand(settings, _say):
+        database = Database.of(settings)
+        database.migrate()
+        given_up = proof.accept_loss(database, settled, tasks)
+    emit({"given_up": given_up}, as_json)
 
 
 @app.command("dump")
@@ -134,6 +147,9 @@ def db_dump(
     """Schema and rows of the fabric as one file, by the server's own pg_dump."""
     from fabric_pipelines.dataplane import dump
     from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.postgres import at_hand
 
-    done = dump.write(Database.of(settings_of(ctx)), out)
+    settings = settings_of(ctx)
+    with at_hand(settings, _say):
+        done = dump.write(Database.of(settings), out)
     emit({"path": done.path, "bytes": done.size, "pg_dump": done.program}, as_json)

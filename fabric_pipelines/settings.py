@@ -201,6 +201,9 @@ class Settings:
     ui_port: int = _setting(
         3000, "first port tried for the Dagster UI; the next free one is taken", Range(1, 65_535)
     )
+    shard_generations_kept: int = _setting(
+        3, "newest generations of a shard whose bytes are kept", Range(1, 1 << 40)
+    )
     health_rules: str = _setting(
         "", "TOML file with the rules that judge clusters; empty: the shipped ones", PLACE
     )

@@ -15,6 +15,11 @@ class ShardsResource(FabricResource):
     def root(self) -> Path:
         return self.settings().shards_dir
 
+    @property
+    def kept(self) -> int:
+        """How many of the newest generations of a shard keep their bytes."""
+        return self.settings().shard_generations_kept
+
     def rules(self) -> RuleTable:
         """The rule table that clusters are judged by. SettingsError for a bad one."""
         given = self.settings().health_rules

@@ -3,7 +3,8 @@
 A recorded life of a broker on a simulated disk (every kind of fact, rolls, recycled files, checkpoints, restarts,
 segments that go to the cold tier and come back) is cut after each operation; what POSIX lets the platter hold then
 is recovered by a new broker and held to what had been acknowledged. Then what that life keeps and carries is damaged,
-one thing at a time: it must be refused by name or be without effect. The one bench that stands on a stand-in, since
+one thing at a time: it must be refused by name or be without effect. On demand every single call of that life fails
+once, too, with EIO and with ENOSPC. The one bench that stands on a stand-in, since
 no real disk can be asked for these states; it measures no speed.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric_pipelines.broker.facts import Kind
+from fabric_pipelines.testing.crash_faults import ENDS, FaultJudge
 from fabric_pipelines.testing.crash_judge import DOUBLED, LOST, UNBALANCED, Judge, states_of
 from fabric_pipelines.testing.crash_life import Life
 from fabric_pipelines.testing.damage_carried import damaged_states
@@ -27,18 +29,20 @@ SHOWN = 5
 @dataclass(frozen=True, slots=True)
 class Options:
     """subsets: random choices of sectors after each operation; torn: writes that are cut, about `torn_each` cuts
-    in each."""
+    in each; faults: let every call fail as well."""
 
     seed: int = 7
     subsets: int = 24
     torn: int = 30
     torn_each: int = 400
+    faults: bool = False
 
 
 def measure(options: Options, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """states: distinct ones that were judged; lost, doubled, unbalanced: how many of them broke a promise of that
     kind; damaged: by thing and in all, how many states had one damage, and how many of those were refused by name, had no
-    effect, or were served; broken: the first promises that were not kept, in words."""
+    effect, or were served; faults, if asked for: by errno, how many calls failed, how those lives ended, and how many states
+    after it were judged; broken: the first promises that were not kept, in words."""
     begin_s = time.process_time()
     life = Life(SimDisk())
     judge = Judge(life)
@@ -59,12 +63,19 @@ def measure(options: Options, say: Callable[[str], None] = lambda line: None) ->
     damage = DamageJudge()
     if not cut_short:  # there is no whole log to damage
         broken += damage.count(damaged_states(life, seed=options.seed))
+    counted, failing = judge.broken, None
+    if options.faults and not cut_short:
+        say(f"judged {sum(damage.found.values())} damages; now every call fails once in each way")
+        failing = FaultJudge()
+        broken += list(failing.count(say))
+        counted = counted + failing.broken
     return {
         "states": len(judge.states),
-        LOST: judge.broken[LOST],
-        DOUBLED: judge.broken[DOUBLED],
-        UNBALANCED: judge.broken[UNBALANCED],
+        LOST: counted[LOST],
+        DOUBLED: counted[DOUBLED],
+        UNBALANCED: counted[UNBALANCED],
         "damaged": damage.table(),
+        "faults": failing.table() if failing is not None else {},
         "logs": len(judge.logs),
         "operations": len(life.disk.log),
         "acknowledgements": len(life.promises),
@@ -95,5 +106,13 @@ def table(found: dict[str, Any]) -> str:
         for thing, row in found["damaged"].items()
     ]
     lines.append("")
+    if found["faults"]:
+        lines += ["| every call fails with | calls | fatal | refused | whole | states |"]
+        lines += ["|---|---|---|---|---|---|"]
+        lines += [
+            f"| {name} | {row['calls']} | {' | '.join(str(row[end]) for end in ENDS)} | {row['states']} |"
+            for name, row in found["faults"].items()
+        ]
+        lines.append("")
     lines += [f"{name.replace('_', ' ')}: {count}" for name, count in found["counters"].items()]
     return "\n".join([*lines, *found["broken"]])

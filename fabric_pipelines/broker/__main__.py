@@ -213,7 +213,7 @@ def _bind_calls(endpoint: str, server: BrokerServer) -> CallServer | None:
     if path is None:
         return None
     try:
-        return CallServer(path, server.answer, error_head)
+        return CallServer(path, server.answer, error_head, upload=server.upload)
     except OSError as fault:
         raise StorageFailed(
             f"the broker cannot listen on {path} ({fault.strerror}): set FABRIC_BROKER_URL to a socket path "

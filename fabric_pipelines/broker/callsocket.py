@@ -2,12 +2,13 @@
 
 A Flight action costs a call 0.4 ms of both processes' time before anything is done, which is more than the broker
 needs for a lease; the same envelope in a length-prefixed frame on a Unix socket costs a tenth (docs/rejected.md has
-the figures). Bulk uploads and everything off the machine stay with Flight; what may be asked, by whom, and what it
-means is decided in one place for both.
+the figures). Everything off the machine stays with Flight; what may be asked, by whom, and what it means is decided in
+one place for both.
 
     "FPC1" | u32 length | envelope, whose head names the operation under "do"
 
-A connection has one request outstanding. Refuses a frame that does not begin so or is longer than any message can
+A connection has one request outstanding, but after the request "upload": then frames go both ways as they come until
+the producer says "end", and that is the end of the connection as well. Refuses a frame that does not begin so or is longer than any message can
 be; such a connection is closed, since nothing after it could be told apart.
 """
 
@@ -21,6 +22,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fabric_pipelines.broker.envelope import Part, pack, unpack
 from fabric_pipelines.errors import (
@@ -36,13 +39,16 @@ MAGIC = b"FPC1"
 FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
 _HEADER = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go
-_TRUSTED_BYTES = 1 << 20
+_TRUSTED_BYTES = 5 << 20  # a piece of an upload is 4 MiB and what is beside it
+STREAM = "upload"
+_SILENT_S = 600.0  # as long as any call may take
 _STOP_S = 2.0
 _RETRY_S = 0.1
 CONNECTIONS_MAX = 512  # a thread each
 
 Head = dict[str, Any]
 Answer = Callable[[str, Head, list[memoryview]], tuple[Head, Sequence[Part]]]
+Converse = Callable[[list[memoryview], "CallStream"], None]
 
 
 def path_beside(socket_path: Path) -> Path:
@@ -56,7 +62,8 @@ def path_beside(socket_path: Path) -> Path:
 
 
 class CallServer:
-    """A thread for each connection; `answer` is called in it and must not raise FabricError."""
+    """A thread for each connection; `answer`, and `upload` for a stream, are called in it and must not raise
+    FabricError."""
 
     def __init__(
         self,
@@ -64,9 +71,11 @@ class CallServer:
         answer: Answer,
         refuse: Callable[[FabricError], Head],
         *,
+        upload: Converse | None = None,
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
-        self._answer, self._refuse, self._most = answer, refuse, connections_max
+        self._answer, self._upload, self._refuse = answer, upload, refuse
+        self._most = connections_max
         self._path = path
         path.unlink(missing_ok=True)  # the caller holds the journal's lock: nobody lives there
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -130,7 +139,17 @@ class CallServer:
         try:
             _widen(connection)
             while (body := receive(connection)) is not None:
-                send(connection, *self._respond(body))
+                try:
+                    head, parts = unpack(body)
+                except SchemaError as fault:
+                    send(connection, self._refuse(fault), ())
+                    continue
+                name = str(head.pop("do", None))
+                if name == STREAM and self._upload is not None:
+                    self._upload(parts, CallStream(connection, self._ending))
+                    _let_go(connection)
+                    return
+                send(connection, *self._answer(name, head, parts))
         except SchemaError as fault:
             with contextlib.suppress(OSError):
                 send(connection, self._refuse(fault), ())
@@ -142,13 +161,36 @@ class CallServer:
                 self._open.pop(connection, None)
             connection.close()
 
-    def _respond(self, body: memoryview) -> tuple[Head, Sequence[Part]]:
-        try:
-            head, parts = unpack(body)
-            name = head.pop("do", None)
-        except SchemaError as fault:
-            return self._refuse(fault), ()
-        return self._answer(str(name), head, parts)
+
+class CallStream:
+    """An upload's connection, at either end; one thread receives and one sends."""
+
+    def __init__(self, connection: socket.socket, ending: threading.Event | None = None) -> None:
+        self._socket, self._ending = connection, ending
+
+    @classmethod
+    def opened(cls, path: Path, endpoint: str, command: bytes) -> CallStream:
+        """To the broker, with its request under way. BrokerUnavailable if nobody answers there."""
+        made = cls(_connected(path, endpoint, _SILENT_S))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # why is said in an answer
+            made.send({"do": STREAM}, command)
+        return made
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, head: Mapping[str, Any], *parts: Part) -> None:
+        send(self._socket, head, parts)
+
+    def read(self) -> tuple[Head, list[memoryview]] | None:
+        """Head and parts of the next frame, None at the end. SchemaError for what is no frame, and BrokerUnavailable if
+        it is this broker that ends."""
+        body = receive(self._socket)
+        if body is not None:
+            return unpack(body)
+        if self._ending is not None and self._ending.is_set():
+            raise BrokerUnavailable("the broker is stopping")
+        return None
 
 
 class CallConnection:
@@ -158,25 +200,7 @@ class CallConnection:
     def __init__(self, path: Path, endpoint: str, timeout_s: float = 10.0) -> None:
         self._path, self._endpoint = path, endpoint
         self._timeout_s = timeout_s
-        self._socket = self._connect()
-
-    def _connect(self) -> socket.socket:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _limit(made, self._timeout_s)
-        try:
-            made.connect(str(self._path))
-        except BlockingIOError as fault:
-            made.close()
-            raise BrokerUnavailable(
-                f"the broker at {self._endpoint} does not answer in time: see `fabric status` and its log"
-            ) from fault
-        except OSError as fault:
-            made.close()
-            raise BrokerUnavailable(
-                f"no broker answers at {self._endpoint}: start one with `fabric up`"
-            ) from fault
-        _widen(made)
-        return made
+        self._socket = _connected(path, endpoint, timeout_s)
 
     def close(self) -> None:
         self._socket.close()
@@ -191,9 +215,7 @@ class CallConnection:
         try:
             body = self._ask({**head, "do": name}, parts)
         except BlockingIOError as fault:
-            raise BrokerUnavailable(
-                f"the broker at {self._endpoint} does not answer in time: see `fabric status` and its log"
-            ) from fault
+            raise _unanswered(self._endpoint) from fault
         except OSError as fault:
             raise BrokerUnavailable(
                 f"the broker at {self._endpoint} cannot be reached: {os.strerror(fault.errno or 0)}"
@@ -215,7 +237,7 @@ class CallConnection:
                 if said is not None or last:
                     return said
                 self._socket.close()
-                self._socket = self._connect()
+                self._socket = _connected(self._path, self._endpoint, self._timeout_s)
             else:
                 break
         return receive(self._socket)
@@ -225,6 +247,29 @@ class CallConnection:
             return receive(self._socket)
         except OSError:
             return None
+
+
+def _connected(path: Path, endpoint: str, timeout_s: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _limit(made, timeout_s)
+    try:
+        made.connect(str(path))
+    except BlockingIOError as fault:
+        made.close()
+        raise _unanswered(endpoint) from fault
+    except OSError as fault:
+        made.close()
+        raise BrokerUnavailable(
+            f"no broker answers at {endpoint}: start one with `fabric up`"
+        ) from fault
+    _widen(made)
+    return made
+
+
+def _unanswered(endpoint: str) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"the broker at {endpoint} does not answer in time: see `fabric status` and its log"
+    )
 
 
 def _limit(connection: socket.socket, timeout_s: float) -> None:
@@ -272,17 +317,18 @@ def receive(connection: socket.socket) -> memoryview | None:
 def _read(connection: socket.socket, size: int) -> memoryview | None:
     """Exactly so many bytes, or None if the connection ended. Memory grows with what arrives: a size alone is a word
     that costs its sender nothing."""
-    room = bytearray(min(size, _TRUSTED_BYTES))
+    room = np.empty(min(size, _TRUSTED_BYTES), np.uint8)  # not touched before bytes are there
     at = 0
     while at < size:
         if at == len(room):
-            room.extend(bytes(min(size - at, len(room))))
-        with memoryview(room) as view:
-            count = connection.recv_into(view[at:], len(room) - at, socket.MSG_WAITALL)
+            more = np.empty(min(size, 2 * at), np.uint8)
+            more[:at] = room
+            room = more
+        count = connection.recv_into(room.data[at:], len(room) - at, socket.MSG_WAITALL)
         if not count:
             return None
         at += count
-    return memoryview(room)
+    return room.data
 
 
 def _let_go(connection: socket.socket) -> None:

@@ -86,11 +86,11 @@ class Checkpoints:
             raise StorageFailed(f"{found}, just after it was written: check the disk")
         return fact
 
-    def reserve(self, size: int) -> None:
-        """Have so many bytes ready for the next one, so that a full disk can still be emptied. Best effort."""
+    def reserve(self, size: int) -> bool:
+        """Have so many bytes ready for the next one, so that a full disk can still be emptied. Whether they are."""
         assert self._claimed is None, "what lies ready is the one under way's"
         if size <= self._reserved:
-            return
+            return True
         wanted = (size // RESERVE_STEP + 1) * RESERVE_STEP
         ready = self._folder / READY
         try:
@@ -103,6 +103,12 @@ class Checkpoints:
         except OSError as fault:
             if fault.errno not in FULL:
                 raise _failed(ready, "prepared", fault) from fault
+        return size <= self._reserved
+
+    @property
+    def is_claimed(self) -> bool:
+        """One is under way."""
+        return self._claimed is not None
 
     def load(self, fact: CheckpointTaken) -> Snapshot | str:
         """The snapshot that the fact speaks of, or why there is none."""
@@ -116,9 +122,26 @@ class Checkpoints:
         found = decode(raw, fact.lsn, self._journal_id, fact.digest)
         return f"{path.name} {found}" if isinstance(found, str) else found
 
+    def path_of(self, lsn: int) -> Path:
+        return self._folder / f"{PREFIX}{lsn:016d}"
+
+    def remains(self, path: Path) -> Snapshot | None:
+        """What is whole of a file that `load` refuses, for telling what is gone: its head and those columns whose CRC
+        fits. None if not even the head is. Never a state again. Raises OSError."""
+        if path.name not in self._ops.names(self._folder):
+            return None
+        raw = self._read(path)
+        text = _told_head(raw)
+        stored = {} if text is None else _parts(raw, text)[0]
+        return _snapshot_of(stored) if "head" in stored else None
+
     def holds(self, fact: CheckpointTaken) -> bool:
         """Whether there is a file for that fact, whole or not."""
-        return f"{PREFIX}{fact.lsn:016d}" in self._ops.names(self._folder)
+        path = self.path_of(fact.lsn)
+        try:
+            return path.name in self._ops.names(self._folder)
+        except OSError as fault:
+            raise _failed(path, "looked for", fault) from fault
 
     def require(self, fact: CheckpointTaken) -> None:
         """StorageFailed unless the file that the fact speaks of is here. Its head is compared, which covers the CRCs of its
@@ -158,13 +181,20 @@ class Checkpoints:
             self._ops.close(fd)
 
     def keep(self, lsns: Collection[int]) -> None:
-        """Remove the files of all other checkpoints, but for the one under way."""
+        """Remove the files of all other checkpoints, but for the one under way. The first of them is what the next one is
+        written into: on a full disk its space might be gone by then."""
         kept = {*lsns, self._claimed}
         try:
-            for name in self._ops.names(self._folder):
+            names = self._ops.names(self._folder)
+            has_next = READY in names or self._claimed is not None
+            for name in names:
                 number = name.removeprefix(PREFIX)
                 if number != name and number.isdigit() and int(number) not in kept:
-                    self._ops.unlink(self._folder / name)
+                    if has_next:
+                        self._ops.unlink(self._folder / name)
+                    else:
+                        self._ops.rename(self._folder / name, self._folder / READY)
+                        has_next = True
         except OSError as fault:
             raise _failed(self._folder, "rid of old checkpoints", fault) from fault
 
@@ -226,13 +256,38 @@ def decode(raw: memoryview, lsn: int, journal_id: str, digest: str) -> Snapshot 
     head = json.loads(text)
     if (head["journal_id"], head["lsn"]) != (journal_id, lsn):
         return "is of another journal or moment"
+    stored, damaged = _parts(raw, text)
+    return f"is damaged in its column {damaged[0]}" if damaged else _snapshot_of(stored)
+
+
+def _told_head(raw: memoryview) -> bytes | None:
+    """The head of a file of which no fact's digest is at hand, if it fits its own CRC."""
+    if len(raw) < PREAMBLE.size:
+        return None
+    magic, version, length, crc = PREAMBLE.unpack_from(raw)
+    text = bytes(raw[PREAMBLE.size : PREAMBLE.size + length])
+    known = (magic, version, len(text)) == (MAGIC, VERSION, length)
+    return None if not known or crc32c(text) != crc else text
+
+
+def _parts(
+    raw: memoryview, text: bytes
+) -> tuple[dict[str, tuple[dict[str, Any], memoryview]], list[str]]:
+    """The columns that are whole by their CRCs, and the names of the others. `text`: of the head."""
+    start = padded(PREAMBLE.size + len(text))
     stored: dict[str, tuple[dict[str, Any], memoryview]] = {}
-    for section in head["sections"]:
+    damaged: list[str] = []
+    for section in json.loads(text)["sections"]:
         begin = start + section["offset"]
         body = raw[begin : begin + section["stored"]]
         if len(body) != section["stored"] or crc32c(body) != section["crc32c"]:
-            return f"is damaged in its column {section['name']}"
-        stored[section["name"]] = section, body
+            damaged.append(section["name"])
+        else:
+            stored[section["name"]] = section, body
+    return stored, damaged
+
+
+def _snapshot_of(stored: dict[str, tuple[dict[str, Any], memoryview]]) -> Snapshot:
     first = _Packed({"head": stored.pop("head")})
     return Snapshot(first["head"].tobytes(), _Packed(stored))
 

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from fabric_pipelines.broker.callsocket import CallConnection
+from fabric_pipelines.broker.callsocket import CallConnection, CallStream
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.patience import Patience
 from fabric_pipelines.broker.pieces import UPLOAD_BYTES, Pieces
@@ -51,6 +51,12 @@ from fabric_pipelines.broker.transport import (
     require_reachable,
     require_strong_ciphers,
 )
+from fabric_pipelines.broker.uploading import (
+    BROKEN,
+    CallUploading,
+    FlightUploading,
+    Uploading,
+)
 from fabric_pipelines.broker.wire import (
     from_flight_error,
     message,
@@ -71,7 +77,7 @@ from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.records.settled import Settled, Sums
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import TASK_SCHEMA, column_checksums
 from fabric_pipelines.settings import Settings
@@ -222,12 +228,30 @@ class BrokerClient:
         pages: list[Settled] = []
         begin: int | None = 0
         while begin is not None:
-            head, runs = self._call("settled", {"begin": begin})
-            firsts, ends, owners = (np.frombuffer(run, np.int64) for run in runs)
-            named = {int(at): (pair[0], pair[1]) for at, pair in head["submissions"].items()}
-            pages.append(Settled(firsts, ends, owners, named))
-            begin = head["next"]
+            page, begin = self._settled_page(begin)
+            pages.append(page)
         return Settled.joined(pages)
+
+    def settled_page(self, begin: int) -> Settled:
+        """Those of the page that begins at sequence number `begin`."""
+        return self._settled_page(begin)[0]
+
+    def settled_sums(self) -> Sums:
+        """All pages in short: what of them is as it was need not be asked for."""
+        tasks, marks = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+        begin: int | None = 0
+        while begin is not None:
+            head, parts = self._call("settled_sums", {"begin": begin})
+            tasks.append(np.frombuffer(parts[0], np.int64))
+            marks.append(np.frombuffer(parts[1], np.uint64))
+            begin = head["next"]
+        return Sums(int(head["rows"]), np.concatenate(tasks), np.concatenate(marks))
+
+    def _settled_page(self, begin: int) -> tuple[Settled, int | None]:
+        head, runs = self._call("settled", {"begin": begin})
+        firsts, ends, owners = (np.frombuffer(run, np.int64) for run in runs)
+        named = {int(at): (pair[0], pair[1]) for at, pair in head["submissions"].items()}
+        return Settled(firsts, ends, owners, named), head["next"]
 
     def requeue(self, task_ids: TaskIds, *, reason: str) -> RequeueReply:
         """Dead tasks are ready again, under their ids and without their attempts. Durable on return; what is not dead
@@ -288,19 +312,17 @@ class BrokerClient:
     ) -> SubmissionState:
         head = {**json.loads(submission.to_json()), **self._presented()}
         self._opening = head
-        descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
         try:
-            writer, reader = self._flight().do_put(descriptor, TASK_SCHEMA)
-        except (flight.FlightError, pa.ArrowException, OSError) as fault:
-            raise self._fault(fault) from fault
-        try:
-            with writer:
-                state = self._upload(writer, reader, pieces, patience)
+            stream = self._uploading(json.dumps(head).encode())
+            try:
+                state = self._upload(stream, pieces, patience)
                 if not state.closed:
-                    writer.done_writing()
-                    while not state.closed and (more := self._read_answer(reader)) is not None:
+                    stream.done()
+                    while not state.closed and (more := self._read_answer(stream)) is not None:
                         state = more
-        except (flight.FlightError, pa.ArrowException, OSError) as fault:
+            finally:
+                stream.close()
+        except BROKEN as fault:
             raise self._fault(fault) from fault
         if not state.closed:
             head, _ = self._call("close", {"submission_id": submission.submission_id})
@@ -309,10 +331,16 @@ class BrokerClient:
             raise SubmissionConflict(given_up(state.submission_id, state.enqueued, state.tasks))
         return state
 
+    def _uploading(self, command: bytes) -> Uploading:
+        if self._call_path is None:
+            return FlightUploading(self._flight(), command)
+        self._require_same_process()
+        return CallUploading(CallStream.opened(self._call_path, self.endpoint, command))
+
     def _upload(
-        self, writer: Any, reader: Any, pieces: Pieces, patience: Patience | None
+        self, stream: Uploading, pieces: Pieces, patience: Patience | None
     ) -> SubmissionState:
-        state = self._require_answer(reader)
+        state = self._require_answer(stream)
         if state.closed:
             return state
         outstanding = 0
@@ -320,22 +348,23 @@ class BrokerClient:
             require_schema(batch, TASK_SCHEMA, "task batch")
             note = {"first_row": first_row, "crc32c": column_checksums(batch)}
             try:
-                writer.write_with_metadata(batch, json.dumps(note).encode())
-            except (flight.FlightError, pa.ArrowException, OSError):
+                stream.send(batch, note)
+            except BROKEN:
                 # the other side gave up: its reason is among the answers
                 while outstanding:
-                    state = self._require_answer(reader)
+                    state = self._require_answer(stream)
                     outstanding -= 1
+                self._read_answer(stream)
                 raise
             outstanding += 1
             if outstanding == UPLOADS_OUTSTANDING:
-                state = self._require_answer(reader)
+                state = self._require_answer(stream)
                 outstanding -= 1
                 pieces.forget_below(state.enqueued)
                 if patience is not None:
                     patience.progressed()
         for _ in range(outstanding):
-            state = self._require_answer(reader)
+            state = self._require_answer(stream)
         return state
 
     def abandon(self, submission_id: str) -> SubmissionState:
@@ -570,18 +599,17 @@ class BrokerClient:
             )
         return self._client
 
-    def _read_answer(self, reader: Any) -> SubmissionState | None:
-        found = reader.read()
-        if found is None:
+    def _read_answer(self, stream: Uploading) -> SubmissionState | None:
+        head = stream.answer()
+        if head is None:
             return None
-        head = json.loads(bytes(found))
         raise_error(head)
         state = SubmissionState(**self._note(head, self._opening))
         self._enqueued = state.enqueued
         return state
 
-    def _require_answer(self, reader: Any) -> SubmissionState:
-        state = self._read_answer(reader)
+    def _require_answer(self, stream: Uploading) -> SubmissionState:
+        state = self._read_answer(stream)
         if state is None:
             raise BrokerUnavailable(
                 f"the broker at {self.endpoint} ended the upload without an answer"

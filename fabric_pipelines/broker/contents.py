@@ -4,13 +4,16 @@ The batch that would make a submission whole and other than declared is refused 
 taken so far stays open for the right one. Only where that cannot be known then, since earlier rows are no longer all
 there, does it come out at the close or not at all.
 
-An upload stream fingerprints its own rows, outside the owner's thread. That counts only while every row of the submission
+An upload stream fingerprints its own rows, outside the owner's thread and behind its own. That counts only while every row of the submission
 came in that one stream; of rows that two streams brought, only the journal knows what was taken.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
 
 import pyarrow as pa
 
@@ -18,6 +21,57 @@ from fabric_pipelines.errors import SubmissionConflict
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 
 ABANDON = "fabric broker abandon"
+
+
+BATCHES_BEHIND = (
+    4  # of an upload, each a few MiB at most: what waits to be hashed is held in memory
+)
+
+
+class StreamContent(Fingerprinter):
+    """The content of a stream, hashed behind it: `tasks` and `tokens` are those of every batch it was given, what needs
+    the hash waits for it. Its stream and the owner may use it at the same time.
+
+    Hashing is half of what an upload costs before the owner has it, and lets other threads run."""
+
+    __slots__ = ("_behind", "_turn")
+
+    def __init__(self, begun: Fingerprinter | None = None) -> None:
+        super().__init__(begun)
+        self._behind: deque[Future[None]] = deque()
+        self._turn = threading.Lock()
+
+    def update_behind(self, thread: Executor, batch: pa.RecordBatch) -> None:
+        """`thread` runs one at a time, in order. Waits while BATCHES_BEHIND are to be hashed."""
+        with self._turn:
+            if len(self._behind) == BATCHES_BEHIND:
+                self._behind.popleft().result()
+            self.count(batch)
+            self._behind.append(thread.submit(self.hash, batch))
+
+    def update(self, batch: pa.RecordBatch) -> None:
+        with self._turn:
+            self._catch_up()
+            super().update(batch)
+
+    def copy(self) -> Fingerprinter:
+        with self._turn:
+            self._catch_up()
+            return super().copy()
+
+    def hexdigest(self) -> str:
+        with self._turn:
+            self._catch_up()
+            return super().hexdigest()
+
+    def catch_up(self) -> None:
+        """Wait until every batch is hashed."""
+        with self._turn:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._behind:
+            self._behind.popleft().result()
 
 
 class Contents:
@@ -29,15 +83,16 @@ class Contents:
     def forget(self, submission_id: str) -> None:
         self._running.pop(submission_id, None)
 
-    def of(self, submission_id: str, rows: int) -> Fingerprinter | None:
+    def of(self, submission_id: str, rows: int) -> StreamContent | None:
         """The content of the `rows` taken so far, for one stream to carry on; None if it is no longer known."""
         if not rows:
-            return Fingerprinter()
+            return StreamContent()
         running = self._running.get(submission_id)
         if running is None or running.tasks != rows:
             return None
-        self._running[submission_id] = running.copy()
-        return self._running[submission_id]
+        carried = StreamContent(running.copy())
+        self._running[submission_id] = carried
+        return carried
 
     def take(
         self, submission_id: str, before: int, batch: pa.RecordBatch, content: Fingerprinter | None

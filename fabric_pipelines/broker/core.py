@@ -26,8 +26,8 @@ from fabric_pipelines.broker.accounts import (
     has_repeats,
 )
 from fabric_pipelines.broker.classes import PATIENCE_LEASES, Roster, bit_of
-from fabric_pipelines.broker.contents import Contents
-from fabric_pipelines.broker.deaths import earlier_rounds, requeued
+from fabric_pipelines.broker.contents import Contents, StreamContent
+from fabric_pipelines.broker.deaths import requeued
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
     Claimed,
@@ -43,6 +43,7 @@ from fabric_pipelines.broker.facts import (
     SubmissionOpened,
     Verdict,
 )
+from fabric_pipelines.broker.landing import settled_by
 from fabric_pipelines.broker.lanes import RULE
 from fabric_pipelines.broker.lifecycle import of_old_generations, steps_due
 from fabric_pipelines.broker.pulls import ComputedQueue
@@ -165,9 +166,8 @@ class Core:
             counters["expired" if fact.expired else "nacked"] += len(fact.tasks)
         elif isinstance(fact, Claimed):
             counters["claimed"] += len(fact.tasks)
-        elif isinstance(fact, Computed):
-            if fact.too_large_for:
-                counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
+        elif isinstance(fact, Computed) and fact.too_large_for:
+            counters["too_large"] += int((fact.verdicts == Verdict.TOO_LARGE).sum())
         elif isinstance(fact, GivenUp):
             counters["given_up"] += len(fact.tasks)
         elif isinstance(fact, Requeued):
@@ -268,7 +268,7 @@ class Core:
         tokens = int(token_counts(batch).sum()) + (0 if record is None else record.tokens)
         return self._contents.proven(header, before, tokens, batch, content, stored)
 
-    def content_of(self, submission_id: str) -> Fingerprinter | None:
+    def content_of(self, submission_id: str) -> StreamContent | None:
         """Fingerprint of what was taken so far, for one stream to carry on."""
         record = self.state.by_submission.get(submission_id)
         return self._contents.of(submission_id, 0 if record is None else record.rows)
@@ -301,7 +301,7 @@ class Core:
         index, mine = self.state.index, self.state.sessions.get(name, -1)
         states, own = index.state[tasks], index.holder[tasks] == mine
         kept = tasks[(states == LEASED) & own]
-        claimed = tasks[((states == IN_DOUBT) & own) | (states == READY)]
+        claimed = tasks[((states == IN_DOUBT) & own) | self.room.takes(tasks, states == READY)]
         facts: list[Fact] = []
         if len(claimed):
             facts.append(Claimed(self.state.next_lease, name, claimed))
@@ -408,17 +408,17 @@ class Core:
             own = ""
         return self.hold_reason or own
 
-    def _account(self, session: Session, grant: Grant) -> None:
-        tokens, counters = grant.tokens, self.counters
+    def _account(self, session: Session, grant: Grant, sign: int = 1) -> None:
+        tokens, counters = sign * grant.tokens, self.counters
         if session.lane is not None and session.lane is not grant.lane:
             counters["lane_switches"] += 1
         session.lane, session.last_lease = grant.lane, grant.lease_id
         session.lanes[grant.lane.key.tenant] = grant.lane
         counters["offered_tokens"] += tokens
-        counters["reusable_tokens"] += int(grant.shared.sum())
+        counters["reusable_tokens"] += sign * int(grant.shared.sum())
         if grant.lane.key.length:
             longest = int(self.state.index.prompt[grant.tasks].max())
-            counters["padded_tokens"] += longest * len(grant.tasks) - tokens
+            counters["padded_tokens"] += sign * longest * len(grant.tasks) - tokens
 
     def renew(self, name: str, now_s: float, wall_us: int) -> RenewReply:
         session = self.attached(name)
@@ -471,6 +471,7 @@ class Core:
         finished = codes == STATUSES.index("ok")
         ours = open_ | ((states == READY) & finished)
         ours &= (index.holder[tasks[rows]] == mine) & fresh
+        ours &= open_ | self.room.takes(tasks[rows], ours & ~open_)  # these were promised no space
         past = (states == COMPUTED) | (states == RETIRED) | (states == DEAD) | ~fresh
         duplicates, late = int(past.sum()), int((~ours & ~past).sum())
         self.counters["duplicates"] += duplicates
@@ -569,7 +570,7 @@ class Core:
         self._resuming = self._resuming and now_s < self._grace_s
         self.roster.forget(now_s)
         if self.state.refused and not self._resuming:
-            facts += given_up(self.state, self.roster.known)
+            facts += given_up(self.state, self.roster.known, self.room.settlements)
         return facts
 
     def displaced(self, by: Session, now_s: float) -> list[Fact]:
@@ -624,35 +625,23 @@ class Core:
         if not known.all():
             at = int(task_ids[int(np.argmin(known))])
             raise UsageError(f"task {at} is not of this journal: nothing was retired")
-        if dead and self.state.requeues:
-            tasks = tasks[~earlier_rounds(self.state, tasks, requeues)]
-        tasks = np.sort(tasks)
-        if has_repeats(tasks):
-            tasks = np.unique(tasks)
-        index = self.state.index
-        states = index.state[tasks]
-        settled = (states == RETIRED) | (states == DEAD)
-        right = (states == COMPUTED) & (dead | (index.verdict[tasks] == Verdict.OK))
-        wrong = ~settled & ~right
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise UsageError(
-                f"task {int(self.state.task_ids(tasks[at : at + 1])[0])} is {STATE_NAMES[states[at]]}"
-                f" with verdict {Verdict(index.verdict[tasks[at]]).name}: it cannot be "
-                f"{'buried' if dead else 'retired'}, and nothing was"
-            )
-        fresh = tasks[right]
+        fresh = settled_by(self.state, tasks, requeues, dead=dead)
         self.counters["duplicates"] += len(task_ids) - len(fresh)
         if not len(fresh):
             return [], 0
         return [Settled(dead, fresh, confirmation.kind, confirmation.proof)], len(fresh)
 
     def requeue(
-        self, task_ids: npt.NDArray[np.int64], reason: str, first_lsn: int
+        self,
+        task_ids: npt.NDArray[np.int64],
+        reason: str,
+        first_lsn: int,
+        gone: Callable[[Sequences], npt.NDArray[np.bool_] | None] = lambda tasks: None,
     ) -> tuple[list[Fact], RequeueReply]:
-        """Dead tasks become ready, as far as their rows are still in a log that begins at `first_lsn`."""
+        """Dead tasks become ready, as far as their rows are still in a log that begins at `first_lsn`, and not `gone`."""
         tasks, known = self._sequences(task_ids)
-        return requeued(self.state, np.unique(tasks[known]), int((~known).sum()), reason, first_lsn)
+        unknown = int((~known).sum())
+        return requeued(self.state, np.unique(tasks[known]), unknown, reason, first_lsn, gone)
 
     def states(self, task_ids: npt.NDArray[np.int64]) -> list[str]:
         tasks, known = self._sequences(task_ids)
@@ -676,10 +665,23 @@ class Core:
         self,
         near: Callable[[Sequences], int],
         out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None],
+        damaged: Callable[[Sequences], npt.NDArray[np.bool_] | None] | None = None,
     ) -> None:
-        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now, and asks for
-        the others; `out_of_reach` which of them nobody can fetch now, None for none."""
+        """Some rows may be away: `near` says how many of those tasks, from the first on, can be read now, and asks for the
+        others; `out_of_reach` which of them nobody can read now, None for none; `damaged` which of those are damaged."""
         self._supply.near, self._supply.out_of_reach = near, out_of_reach
+        self._supply.damaged = damaged
+
+    def take_back(self, name: str, grant: Grant, call: int) -> None:
+        """What `lease` gave was not logged and not sent: the same call may be made again."""
+        session = self.attached(name)
+        session.call = min(session.call, call - 1) if call >= 0 else session.call
+        self._account(session, grant, -1)
+        self._supply.take_back(grant, session.tenant)
+
+    def set_aside(self, tasks: Sequences) -> None:
+        """Their rows cannot be read: they are in nobody's way."""
+        self._supply.set_aside(tasks)
 
     @property
     def withheld(self) -> bool:

@@ -7,6 +7,8 @@ current can be buried.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,11 +21,19 @@ Sequences = npt.NDArray[np.int64]
 
 
 def requeued(
-    state: State, tasks: Sequences, unknown: int, reason: str, first_lsn: int
+    state: State,
+    tasks: Sequences,
+    unknown: int,
+    reason: str,
+    first_lsn: int,
+    gone: Callable[[Sequences], npt.NDArray[np.bool_] | None],
 ) -> tuple[list[Fact], RequeueReply]:
-    """`tasks` are of this journal, each once; `unknown` is how many more were named."""
+    """`tasks` are of this journal, each once; `unknown` is how many more were named; `gone`: which of them have a row that
+    cannot be read, None for none."""
     dead = tasks[state.index.state[tasks] == DEAD]
     here = dead[state.index.present(dead, first_lsn)]
+    if (lost := gone(here)) is not None:
+        here = here[~lost]
     reply = RequeueReply(len(here), len(tasks) - len(dead), len(dead) - len(here), unknown)
     return [Requeued(reason[:256], here)] if len(here) else [], reply
 

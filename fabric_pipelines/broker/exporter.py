@@ -126,7 +126,14 @@ def _journal(journal: dict[str, Any], high_water: int) -> Iterator[Metric]:
     yield _gauge("journal_high_water_bytes", "Above it new tasks are refused.", high_water)
     yield _gauge("journal_durable_lsn", "Last frame that is durable.", journal["durable_lsn"])
     yield _gauge(
-        "journal_damaged_frames", "Frames that scrubbing found.", journal["damaged_frames"]
+        "journal_damaged_frames",
+        "Frames that scrubbing or a read found.",
+        journal["damaged_frames"],
+    )
+    yield _gauge(
+        "journal_withheld_tasks",
+        "Tasks whose row or outcome lies in such a frame.",
+        journal["withheld_tasks"],
     )
     if "segments" in journal:
         yield _gauge("journal_segments", "Segment files in use.", journal["segments"])

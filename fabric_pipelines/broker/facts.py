@@ -194,13 +194,16 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Ready tasks that every known class of consumers found too large: they die of the last refusal."""
+    """Ready tasks that every known class of consumers found too large: they die of the last refusal. `lost`: ready tasks
+    whose row cannot be read any more, and computed ones whose outcome cannot: they die of `reason`."""
 
     reason: str
     tasks: Sequences
+    lost: bool = False
 
     def encode(self) -> list[Piece]:
-        return pack({"reason": self.reason}, [as_part(self.tasks)])
+        lost = {"lost": True} if self.lost else {}
+        return pack({"reason": self.reason, **lost}, [as_part(self.tasks)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Lane:
     opened_at: int = (
         0  # first new task of this generation; 0 for the first one, and where old tasks opened it
     )
+    metadata_bytes: int = 0  # of the longest that a task of it ever had
     waiting: bool = False  # is in a heap of its engine
     away: bool = False  # passed over while a lease is cut, see Supply.grant
 

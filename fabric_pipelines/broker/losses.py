@@ -8,6 +8,7 @@ what it finds decides nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,20 +19,25 @@ import numpy.typing as npt
 
 from fabric_pipelines.broker import snapshot, space
 from fabric_pipelines.broker.accounts import DEAD, RETIRED
-from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.checkpoint import PREFIX, Checkpoints
 from fabric_pipelines.broker.envelope import unpack
 from fabric_pipelines.broker.facts import CheckpointTaken, Kind, decode
 from fabric_pipelines.broker.replies import LostRows
+from fabric_pipelines.broker.snapshot import Snapshot
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import CorruptionFound, FabricError, SchemaError
+from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.identity import Identity, read_identity
 from fabric_pipelines.journal.salvage import Salvaged, salvage
+from fabric_pipelines.records.submission import Submission
 
 Sequences = npt.NDArray[np.int64]
 SPANS_MAX = 16
 SUBMISSIONS_MAX = 8
 EXACT, LEAST, ABOUT = "exact", "at least", "about"
+LIE_THERE = "have their row or outcome there"
+WERE_OPEN = "were open by what can be read of it"
 NOTHING: Sequences = np.zeros(0, np.int64)
 AGAIN = "restore that file from a copy and start the broker again"
 WITHOUT_A_COPY = (
@@ -76,14 +82,29 @@ def rows_of(state: State, tasks: Sequences) -> list[LostRows]:
     index, found = state.index, []
     for record in np.unique(index.submission[tasks]).tolist()[:SUBMISSIONS_MAX]:
         mine = tasks[index.submission[tasks] == record]
-        batches = np.array(state.submissions[record].batches, np.int64)
-        counts, bases = _counts_of(state, batches), index.base.view[batches]
-        before = np.cumsum(counts) - counts
-        at = np.searchsorted(bases, mine, side="right") - 1
-        rows = mine - bases[at] + before[at]
+        rows = _rows_within(state, record, mine)
         header = state.submissions[record].header
         found.append(LostRows(header.submission_id, header.function, len(rows), spans_of(rows)))
     return found
+
+
+def rows_in_submission(state: State, tasks: Sequences) -> Sequences:
+    """Which row of its submission each task is, in any order."""
+    records, rows = state.index.submission[tasks], np.zeros(len(tasks), np.int64)
+    for record in np.unique(records).tolist():
+        mine = records == record
+        rows[mine] = _rows_within(state, record, tasks[mine])
+    return rows
+
+
+def _rows_within(state: State, record: int, tasks: Sequences) -> Sequences:
+    """The same of tasks of one submission."""
+    batches = np.array(state.submissions[record].batches, np.int64)
+    counts, bases = _counts_of(state, batches), state.index.base.view[batches]
+    before = np.cumsum(counts) - counts
+    at = np.searchsorted(bases, tasks, side="right") - 1
+    rows: Sequences = tasks - bases[at] + before[at]
+    return rows
 
 
 def _counts_of(state: State, batches: Sequences) -> Sequences:
@@ -114,13 +135,15 @@ def told(fault: CorruptionFound, state: State, first_lsn: int, lsn: int) -> Corr
     return type(fault)(sentence, [{**known, **place}])
 
 
-def _cost(tasks: int, ids: str, rows: Sequence[LostRows], bound: str = EXACT) -> str:
+def _cost(
+    tasks: int, ids: str, rows: Sequence[LostRows], bound: str = EXACT, why: str = LIE_THERE
+) -> str:
     if not tasks:
         return "no task has its row or outcome there"
     named = ", ".join(str(part) for part in rows[:3])
     more = f" and {len(rows) - 3} submissions more" if len(rows) > 3 else ""
     count = f"{'' if bound == EXACT else f'{bound} '}{tasks} tasks"
-    return f"{count} have their row or outcome there ({ids}{': ' if named else ''}{named}{more})"
+    return f"{count} {why} ({ids}{': ' if named else ''}{named}{more})"
 
 
 # -- of a start that is refused
@@ -136,20 +159,72 @@ def told_at_start(fault: CorruptionFound, folder: Path, ops: FileOps) -> Corrupt
         if identity is None:
             return fault
         left = _left(salvage(ops, folder, identity.uuid_bytes))
-        covered, state = _newest(Checkpoints(folder, identity.journal_id, ops), left, identity)
+        checkpoints = Checkpoints(folder, identity.journal_id, ops)
+        covered, state = _newest(checkpoints, left, identity)
+        remains = [_remains_of(place, checkpoints) for place in fault.places]
     except (FabricError, OSError):
         return fault
     newer = [batch for batch in left.batches if batch.lsn > covered]
     known = sorted([*_batches_of(state), *newer], key=lambda batch: batch.base)
-    places = [_place_of(place, state, covered, known, left.said) for place in fault.places]
+    places = [
+        _place_of(place, state, covered, known, left.said)
+        if found is None
+        else _stood_for(place, found, identity)
+        for place, found in zip(fault.places, remains, strict=True)
+    ]
     cost = "; ".join(
-        _cost(p["tasks"], p["task_ids"], [LostRows(**part) for part in p["rows"]], p["bound"])
-        for p in places[:3]
+        _cost(
+            p["tasks"],
+            p["task_ids"],
+            [LostRows(**part) for part in p["rows"]],
+            p["bound"],
+            LIE_THERE if found is None else WERE_OPEN,
+        )
+        for p, found in zip(places[:3], remains, strict=False)
         if "tasks" in p
     )
     if not cost:
         return fault
     return type(fault)(f"{fault}; {cost}; {WITHOUT_A_COPY}", places)
+
+
+def _remains_of(place: Mapping[str, Any], checkpoints: Checkpoints) -> Snapshot | None:
+    """Of the checkpoint that the log begins behind, if that is what is damaged."""
+    path = Path(place["segment"])
+    return checkpoints.remains(path) if path.name.startswith(PREFIX) else None
+
+
+def _stood_for(place: Mapping[str, Any], found: Snapshot, identity: Identity) -> dict[str, Any]:
+    """The tasks that were open at that checkpoint, by its whole columns: what came of them later the log tells. Without
+    those columns all tasks of its submissions."""
+    records, columns = json.loads(found.head)["submissions"], found.columns
+    known = "state" in columns and "submission" in columns
+    states = columns["state"] if known else np.zeros(0, np.uint8)
+    owners = columns["submission"] if known else np.zeros(0, np.int32)
+    rows: list[LostRows] = []
+    count, parts = 0, [NOTHING]
+    for at, record in enumerate(records):
+        header = Submission.from_json(record["header"])
+        if known:
+            tasks = np.flatnonzero(owners == at)
+            mine = np.flatnonzero(~np.isin(states[tasks], (RETIRED, DEAD)))
+            parts.append(tasks[mine])
+        else:
+            mine = np.arange(record["rows"])
+        count += len(mine)
+        if len(mine) and len(rows) < SUBMISSIONS_MAX:
+            span = spans_of(mine)
+            rows.append(LostRows(header.submission_id, header.function, len(mine), span))
+    ids = np.sort(np.concatenate(parts)) + np.int64(identity.incarnation << SEQUENCE_BITS)
+    return {
+        **place,
+        "tasks": count,
+        "live": count,
+        "task_ids": spans_of(ids) if known else "not known",
+        "rows": [asdict(part) for part in rows],
+        "remedy": f"{AGAIN}; {WITHOUT_A_COPY}",
+        "bound": ABOUT,
+    }
 
 
 @dataclass(frozen=True, slots=True)

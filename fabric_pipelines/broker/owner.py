@@ -18,6 +18,7 @@ import pyarrow as pa
 
 import fabric_pipelines
 from fabric_pipelines.broker.checkpoint import Checkpoints
+from fabric_pipelines.broker.contents import StreamContent
 from fabric_pipelines.broker.core import Core, Limits, Session
 from fabric_pipelines.broker.envelope import Part
 from fabric_pipelines.broker.facts import (
@@ -26,16 +27,25 @@ from fabric_pipelines.broker.facts import (
     Fact,
     Moved,
     MovedComputed,
+    Requeued,
     Started,
+    SubmissionClosed,
     SubmissionOpened,
     kind_of,
     rows_of,
 )
+from fabric_pipelines.broker.frames import in_frames
 from fabric_pipelines.broker.gather import is_plain
 from fabric_pipelines.broker.lives import require_kept
-from fabric_pipelines.broker.overview import lane_row, progress_of
+from fabric_pipelines.broker.overview import (
+    consumer_row,
+    lane_row,
+    progress_of,
+    tenant_status,
+)
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.quota import Quota, held_bytes
+from fabric_pipelines.broker.reach import Reach
 from fabric_pipelines.broker.recovery import Log, restore
 from fabric_pipelines.broker.replies import (
     PROTOCOL_VERSION,
@@ -61,6 +71,7 @@ from fabric_pipelines.errors import (
     Backpressure,
     BalanceBroken,
     ColdLost,
+    CorruptionFound,
     FabricError,
     HomeGone,
     NotFetched,
@@ -68,7 +79,6 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.journal import Journal
-from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.lease import Lease
@@ -126,12 +136,15 @@ class Owner:
         state = restored.state
         life = journal.life
         self.core = Core(state, limits, now_s=clock.monotonic_s())
+        self.core.room.of(journal)
+        self._looked_s = clock.monotonic_s()
         self.payloads = Payloads(journal, state)
+        self.withheld = self.payloads.withheld
+        self.reach = Reach(self.core, self.payloads, Words(self._log, self.commit), journal)
         self.quota = Quota(tenant_high_water, self._held_by_tenant)
         self.upkeep: Upkeep | None = None
         self.scrubbing: Scrubbing | None = None
         self._rate = TokenRate(0)
-        self._look(clock.monotonic_s())
         self.tiering: Tiering | None = None
         self.fsyncs = 0
         self._group_bytes = 0
@@ -151,6 +164,7 @@ class Owner:
             )
             self.scrubbing = Scrubbing(journal, self.core, clock)
             self.scrubbing.look_at_files = StateFiles(journal, checkpoints, self.upkeep).look
+            self.reach.join(journal, self.scrubbing, self.upkeep)
             if journal.cold.store is not None:
                 self.tiering = Tiering(
                     journal,
@@ -163,7 +177,8 @@ class Owner:
                     background=cold_background,
                 )
                 self.tiering.scrubbing = self.scrubbing
-                self.core.look_ahead(self.tiering.near, self.tiering.out_of_reach)
+                self.reach.tiering = self.tiering
+                self.reach.look_ahead()
                 self.upkeep.join(self.tiering)
         if life.opens > 1:
             self._log(
@@ -233,7 +248,6 @@ class Owner:
             if self.upkeep is not None and isinstance(fact, Enqueued):
                 self.upkeep.disk_full = False
             self._group_bytes += size
-            self.core.room.grew(size)
             if self.upkeep is not None:
                 self.upkeep.grew(size)
             try:
@@ -244,15 +258,14 @@ class Owner:
                 self.payloads.keep(lsn, fact.ipc, batch)
 
     def _append(self, fact: Fact, pieces: list[Any]) -> int:
-        """New tasks, copies and outcomes may be refused for want of space: they are still where they came from.
-        Outcomes come last of these, and wait: landing those before them frees some. What is left is small and
-        a broker that cannot write it down must not go on."""
-        refusable = isinstance(fact, Enqueued | SubmissionOpened | Moved | MovedComputed)
+        """New tasks, copies and words about what is over may be refused for want of space: they are still where they
+        came from. What was promised its space is not; a broker that cannot write that down must not go on."""
+        keep = self.core.room.keeps(fact)
         arguments: dict[str, Any] = {
             "rows": rows_of(fact),
             "time_us": self._wall.us(),
-            "essential": not refusable,
-            "spare_last": isinstance(fact, Computed),
+            "essential": keep is None,
+            "keep": keep,
         }
         kind = int(kind_of(fact))
         try:
@@ -264,13 +277,15 @@ class Owner:
                 self.commit()
                 return self.journal.append(kind, pieces, **arguments)
         except ENDS as fault:
-            if (refusable or isinstance(fact, Computed)) and self._is_full():
-                if refusable:
-                    raise
+            if keep is None or not self._is_full():
+                raise Fatal(str(fault)) from fault
+            if isinstance(fact, Computed | Requeued | SubmissionClosed):
                 raise Backpressure(
-                    f"{fault}; outcomes wait until earlier ones have landed", retry_after_s=2.0
+                    f"{fault}; this waits until results have landed", retry_after_s=2.0
                 ) from fault
-            raise Fatal(str(fault)) from fault
+            if isinstance(fact, Enqueued | SubmissionOpened):
+                self.core.room.require_end(sum(map(len, pieces)))
+            raise
 
     def _is_full(self) -> bool:
         """Whether that is all: the journal works, and refused for want of space."""
@@ -305,26 +320,7 @@ class Owner:
 
     def status_of(self, tenant: str) -> BrokerStatus:
         """What that tenant may know: its own lanes, nobody's sessions, not how the broker is doing."""
-        lanes = [lane for lane in self.core.state.lanes if lane.key.tenant == tenant]
-        ledgers = [self.core.state.accounts.ledger(lane.index) for lane in lanes]
-        total = sum(ledgers, Ledger())
-        return BrokerStatus(
-            lanes=[
-                lane_row(self.core, lane, ledger)
-                for lane, ledger in zip(lanes, ledgers, strict=True)
-            ],
-            total=total,
-            counters={},
-            journal={"journal_id": self.journal.journal_id},
-            progress=progress_of(total, rate=0.0),  # the rate is that of all tenants together
-            submissions=sum(
-                record.header.tenant == tenant for record in self.core.state.submissions
-            ),
-            consumers=[],
-            hold=bool(self.core.hold_reason),
-            draining=self.draining,
-            fault="",
-        )
+        return tenant_status(self.core, self.journal.journal_id, tenant)
 
     def status(self) -> BrokerStatus:
         core, state = self.core, self.core.state
@@ -351,24 +347,13 @@ class Owner:
                 "room_bytes": core.room.left,
                 **(self.upkeep.figures() if self.upkeep is not None else {}),
                 **(self.tiering.figures() if self.tiering is not None else {}),
+                "withheld_tasks": self.withheld.waiting(),
                 "damaged_frames": len(damaged),
                 "damaged": [frame.sentence for frame in damaged],
             },
             progress=progress_of(total, self._rate.rate, flows=not (self.draining or core.fault)),
             submissions=len(state.submissions),
-            consumers=[
-                {
-                    "session": session.name,
-                    "engine": session.engine,
-                    "device": session.device,
-                    "profile": session.profile.as_json(),
-                    "leased": sum(
-                        state.leases[at].open for at in state.session_leases.get(session.name, ())
-                    ),
-                    "lane": session.lane.name if session.lane else None,
-                }
-                for session in core.sessions.values()
-            ],
+            consumers=[consumer_row(state, session) for session in core.sessions.values()],
             hold=bool(core.hold_reason),
             draining=self.draining,
             fault=core.fault,
@@ -384,7 +369,14 @@ class Owner:
             self.scrubbing.whole()
         self.cold_scrubbed([call() for call in self.cold_scrub()] if cold is None else cold)
         damaged = self.scrub_report().damaged
-        return verify(self.core, self.journal, self._checkpoints, base, damaged)
+        try:
+            return verify(self.core, self.journal, self._checkpoints, base, damaged)
+        except CorruptionFound as fault:
+            self.reach.note(fault)
+            damaged = self.scrub_report().damaged
+            said = [frame.sentence for frame in damaged] or [str(fault)]
+            index, frames = self.core.state.index, self.core.state.frames
+            return VerifyReport(False, index.count, frames, said, damaged)
 
     def scrub(self, budget_bytes: int) -> bool:
         """Look at so much more of the sealed log; whether that ended a round."""
@@ -451,12 +443,13 @@ class Owner:
             self.commit()
         try:
             try:
-                self.journal.require_room(size)
+                self.journal.require_room(size, self.core.room.keep)
             except UsageError:
                 self.commit()
-                self.journal.require_room(size)
+                self.journal.require_room(size, self.core.room.keep)
         except ENDS as fault:
             if self._is_full():
+                self.core.room.require_end(size)
                 raise
             raise Fatal(str(fault)) from fault
         self._log(opening)
@@ -474,28 +467,34 @@ class Owner:
             tenant = record.header.tenant
             self._require_room(tenant, fresh.nbytes)
             whole = fresh.num_rows == upload.batch.num_rows
-            content = self.core.proven(
-                record.header,
-                fresh,
-                upload.content if whole else None,
-                lambda: self._stored(record),
+            given = upload.content if whole else None
+            content = self.reach.reading(
+                lambda: self.core.proven(record.header, fresh, given, lambda: self._stored(record))
             )
             self._log(facts, upload.columns if whole else None, fresh if is_plain(fresh) else None)
             self.quota.charge(tenant, fresh.nbytes)
             self.core.remember_content(upload.submission_id, fresh, content)
         return self._state_of(upload.submission_id)
 
-    def content_of(self, submission_id: str) -> Fingerprinter | None:
+    def content_of(self, submission_id: str) -> StreamContent | None:
         """For a stream that goes on with this submission, to be carried along outside the owner's thread."""
         return self.core.content_of(submission_id)
 
     def close_submission(self, submission_id: str) -> SubmissionState:
-        facts = self.core.close(submission_id, self._stored(self.core.known(submission_id)))
+        record = self.core.known(submission_id)
+        facts = self.reach.reading(lambda: self.core.close(submission_id, self._stored(record)))
         return self._end_submission(submission_id, facts)
 
     def abandon_submission(self, submission_id: str, tenant: str | None = None) -> SubmissionState:
-        """End a submission with what came of it, which runs: its lanes no longer wait for more."""
-        return self._end_submission(submission_id, self.core.abandon(submission_id, tenant))
+        """End a submission with what came of it, which runs: its lanes no longer wait for more. Those of its tasks that
+        nobody can read become dead letters, of one that is closed as well."""
+        record = self.core.state.by_submission.get(submission_id)
+        lost: list[Fact] = []
+        if record is not None:
+            lost += self.reach.given_up(record)
+        if not lost or record is None or not record.closed:
+            lost = [*self.core.abandon(submission_id, tenant), *lost]
+        return self._end_submission(submission_id, lost)
 
     def _end_submission(self, submission_id: str, facts: list[Fact]) -> SubmissionState:
         self._log(facts)
@@ -509,6 +508,7 @@ class Owner:
         whole = index.holds_whole(record.batches, self.journal.first_lsn) and (
             self.tiering is None or self.tiering.all_near(record.batches)
         )
+        whole = whole and not self.withheld.holds(record.batches)
         return self.payloads.batches(record.batches) if whole else None
 
     def submission(self, submission_id: str) -> SubmissionState | None:
@@ -528,13 +528,10 @@ class Owner:
         self.write()  # a frame of the open group has no size yet
         return held_bytes(self.core.state, self.journal)
 
-    def _look(self, now_s: float) -> None:
-        """How much more the disk takes."""
-        self._looked_s = now_s
-        self.core.room.seen(self.journal.room_bytes())
-
     def _require_room(self, tenant: str, size: int = 0) -> None:
         self.core.room.require(size)
+        if self.upkeep is not None:
+            self.upkeep.require_checkpoint_room()
         self.quota.require(tenant, self.clock.monotonic_s())
         if self.draining:
             raise Backpressure(
@@ -581,18 +578,16 @@ class Owner:
 
     def lease(self, name: str, budget: Budget, call: int) -> tuple[Lease | None, str]:
         """The lease or, without one, the reason to hold ("" when nothing is ready)."""
-        facts, grant = self.core.lease(name, budget, self.clock.monotonic_s(), call)
+        now_s = self.clock.monotonic_s()
+        facts, grant, rows, newest = self.reach.granted(name, budget, call, now_s)
         self._log(facts)
         if grant is None:
-            if self.tiering is not None and self.core.withheld:
-                raise self.tiering.why()
+            if self.core.withheld:
+                raise self.reach.why()
             return None, self.core.why_held(name)
-        if self.tiering is not None and self.tiering.near(grant.tasks) < len(grant.tasks):
-            raise self.tiering.why()  # an old lease asked for again: its rows are on their way
-        frames, _ = self.core.state.index.locate(grant.tasks)
-        self._require_written([int(frames.max())])  # what a crash could forget is not worked on
+        self._require_written([newest])  # what a crash could forget is not worked on
         deadline_us = self.clock.wall_us() + round(self.limits.lease_s * 1e6)
-        return self.payloads.lease(grant, deadline_us), ""
+        return self.payloads.lease(grant, deadline_us, rows), ""
 
     def renew(self, name: str) -> RenewReply:
         return self.core.renew(name, self.clock.monotonic_s(), self.clock.wall_us())
@@ -600,7 +595,8 @@ class Owner:
     def computed(self, name: str, batch: pa.RecordBatch, ipc: Part) -> ComputedReply:
         facts, reply = self.core.computed(name, batch, ipc)
         whole = reply.accepted == batch.num_rows
-        self._log(facts, batch=batch if whole else None)
+        frames = [part for fact in facts for part in in_frames(fact, self.journal)]
+        self._log(frames, batch=batch if whole and len(frames) == 1 else None)
         self._log(self.core.lane_steps())
         return reply
 
@@ -617,7 +613,8 @@ class Owner:
         now_s = self.clock.monotonic_s()
         self._log(self.core.tick(now_s))
         if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._look(now_s)
+            self._looked_s = now_s
+            self.core.room.look()
         if now_s - (self._rate.seen_s or 0.0) >= RATE_EVERY_S:
             total = self.core.state.total()
             self._rate.total = total.enqueued.tokens
@@ -642,12 +639,8 @@ class Owner:
     # -- completion
 
     def pull(self, name: str, rows: int) -> pa.RecordBatch | None:
-        tasks = self.core.pull(name, rows)
-        if not len(tasks):
-            return None
-        self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
         try:
-            return self.payloads.pulled(tasks)
+            return self._pulled(name, rows)
         except FabricError as fault:
             self.core.release_pulled(name)  # rows of a dead letter lie in a store that is away
             if isinstance(
@@ -655,6 +648,14 @@ class Owner:
             ):  # it may be restored: whoever lands waits for it, as workers do
                 raise NotFetched(f"ColdLost: {fault}", retry_after_s=5.0) from fault
             raise
+
+    def _pulled(self, name: str, rows: int) -> pa.RecordBatch | None:
+        """Of those whose outcome can be read."""
+        while len(tasks := self.core.pull(name, rows)):
+            self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
+            if (found := self.reach.outcomes(tasks)) is not None:
+                return found
+        return None
 
     def release_pulled(self, name: str) -> None:
         self.core.release_pulled(name)
@@ -676,7 +677,8 @@ class Owner:
 
     def requeue(self, task_ids: npt.NDArray[np.int64], reason: str) -> RequeueReply:
         """Dead tasks are ready again. Idempotent: what is not dead any more is counted and left alone."""
-        facts, reply = self.core.requeue(task_ids, reason, self.journal.first_lsn)
+        first_lsn = self.journal.first_lsn
+        facts, reply = self.core.requeue(task_ids, reason, first_lsn, self.withheld.rows)
         self._log(facts)
         self._log(self.core.lane_steps())
         return reply

@@ -1,7 +1,8 @@
 """Payloads: the tokens of leased tasks and the outcomes of computed ones, gathered from journal frames.
 
 Frames are decoded once and kept for a while, bounded in bytes; a decoded batch is a view of its frame, which
-costs next to nothing where the frame lies in a sealed segment.
+costs next to nothing where the frame lies in a sealed segment. There the file may change behind it: what is copied of
+rows is compared with what they were (`gather`), and outcomes are decoded each time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from fabric_pipelines.broker.facts import (
     Verdict,
     decode,
 )
-from fabric_pipelines.broker.gather import TaskMemory, gathered
-from fabric_pipelines.broker.losses import told
-from fabric_pipelines.broker.state import State
+from fabric_pipelines.broker.gather import RowChanged, TaskMemory, gathered
+from fabric_pipelines.broker.losses import rows_in_submission, told
+from fabric_pipelines.broker.state import ROW_LOST, State
 from fabric_pipelines.broker.supply import Grant
+from fabric_pipelines.broker.withheld import Withheld
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal import Frame
 from fabric_pipelines.records.arrow import read_ipc, whole
@@ -37,6 +39,7 @@ Sequences = npt.NDArray[np.int64]
 CACHE_BYTES = 256 << 20
 WITH_ROWS = (Enqueued, Computed, Moved, MovedComputed)
 VIEW_BYTES = 8192  # of Python and Arrow objects around a mapped batch
+ROW_BYTES = 64  # of what is kept of each of its rows
 
 
 class FrameReader(Protocol):
@@ -51,11 +54,13 @@ class Payloads:
         self._cache: OrderedDict[int, tuple[pa.RecordBatch, int]] = OrderedDict()
         self._cached_bytes = 0
         self._memories: dict[int, TaskMemory] = {}  # of batches in the cache
+        self._mapped: set[int] = set()  # those in the cache whose bytes are the file's
+        self.withheld = Withheld(state)
 
-    def lease(self, grant: Grant, deadline_us: int) -> Lease:
-        """The lease as a worker receives it."""
+    def lease(self, grant: Grant, deadline_us: int, rows: pa.RecordBatch | None = None) -> Lease:
+        """The lease as a worker receives it. `rows`: its tasks, if they were read already."""
         index, lane = self._state.index, grant.lane
-        rows = self.tasks(grant.tasks)
+        rows = self.tasks(grant.tasks) if rows is None else rows
         tasks = pa.RecordBatch.from_arrays(
             [
                 pa.array(self._state.task_ids(grant.tasks)),
@@ -112,10 +117,17 @@ class Payloads:
         runs = _runs(lsns, rows)
         if len(runs) == 1:
             ((lsn, begin, end),) = runs
-            return self._decoded(lsn).slice(begin, end - begin)
+            batch = self._decoded(lsn)
+            if lsn not in self._mapped:
+                return batch.slice(begin, end - begin)
         lengths = self._state.index.prompt[tasks]
-        held = {lsn: self._memory(lsn) for lsn in {lsn for lsn, _, _ in runs}}
-        return gathered([(held[lsn], begin, end) for lsn, begin, end in runs], lengths)
+        while True:
+            held = {lsn: self._memory(lsn) for lsn in {lsn for lsn, _, _ in runs}}
+            try:
+                return gathered([(held[lsn], begin, end) for lsn, begin, end in runs], lengths)
+            except RowChanged as changed:
+                lsn, _, _ = runs[changed.args[0]]
+                self.forget_between(lsn, lsn)  # it is compared with its CRCs again
 
     def outcomes(self, tasks: Sequences) -> pa.RecordBatch:
         """Rows as they were reported."""
@@ -134,9 +146,12 @@ class Payloads:
     def forget_between(self, first_lsn: int, last_lsn: int) -> None:
         """The file under those frames is about to go: let go of every view of it."""
         for old in [at for at in self._cache if first_lsn <= at <= last_lsn]:
-            _, size = self._cache.pop(old)
-            self._memories.pop(old, None)
-            self._cached_bytes -= size
+            self._cached_bytes -= self._cache.pop(old)[1]
+            self._let_go(old)
+
+    def _let_go(self, lsn: int) -> None:
+        self._memories.pop(lsn, None)
+        self._mapped.discard(lsn)
 
     def _with_counted_attempts(self, rows: pa.RecordBatch, tasks: Sequences) -> pa.RecordBatch:
         """`attempts` as the broker counted them: it alone sees all of them. The index counts a reported failure
@@ -163,14 +178,14 @@ class Payloads:
     def _unreported(self, tasks: Sequences, schema: pa.Schema | None) -> pa.RecordBatch:
         """Tasks whose last attempt nobody reported: the broker itself says why they are dead."""
         index, count = self._state.index, len(tasks)
-        given = self.tasks(tasks)
+        source_rows, metadata = self._given(tasks)
         engines = [
             self._state.submissions[at].header.engine for at in index.submission[tasks].tolist()
         ]
         reasons = [self._state.reasons[task] for task in tasks.tolist()]
         columns: dict[str, Any] = {
             "task_id": self._state.task_ids(tasks),
-            "source_row": given.column("source_row"),
+            "source_row": source_rows,
             "status": ["failed"] * count,
             "finish_reason": ["error"] * count,
             "prompt_tokens": index.prompt[tasks].astype(np.uint32),
@@ -182,7 +197,7 @@ class Payloads:
             "engine_fingerprint": [""] * count,
             "t_start_us": np.zeros(count, np.int64),
             "t_end_us": np.zeros(count, np.int64),
-            "metadata": given.column("metadata"),
+            "metadata": metadata,
         }
         fields = [field for field in COMPLETION_SCHEMA]
         arrays = [
@@ -195,12 +210,33 @@ class Payloads:
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema or pa.schema(fields))
 
+    def _given(self, tasks: Sequences) -> tuple[pa.Array, pa.Array]:
+        """What their producer gave along: source rows and metadata. Of those whose row cannot be read any more, the place
+        in their submission and nothing."""
+        gone = np.array([self._state.reasons[task][0] == ROW_LOST for task in tasks.tolist()])
+        damaged = self.withheld.rows(tasks)
+        gone = gone if damaged is None else gone | damaged
+        if not gone.any():
+            given = self.tasks(tasks)
+            return given.column("source_row"), given.column("metadata")
+        source_rows = np.zeros(len(tasks), np.int64)
+        metadata = np.full(len(tasks), b"", object)
+        source_rows[gone] = rows_in_submission(self._state, tasks[gone])
+        if not gone.all():
+            given = self.tasks(tasks[~gone])
+            source_rows[~gone] = given.column("source_row").to_numpy()
+            metadata[~gone] = given.column("metadata").to_pylist()
+        return pa.array(source_rows), pa.array(metadata.tolist(), pa.binary())
+
     def keep(self, lsn: int, ipc: Part, batch: pa.RecordBatch | None = None) -> None:
         """A batch that was just journaled is in memory already. `batch`: what `ipc` decodes to, if that was done."""
         self._remember(lsn, read_ipc(whole(ipc)) if batch is None else batch, len(ipc))
 
     def _gather(self, lsns: Sequences, rows: Sequences) -> pa.RecordBatch:
-        """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together."""
+        """Row rows[i] of frame lsns[i], in that order: runs of neighbours are sliced and put together. A mapped frame is
+        compared with its CRCs each time: outcomes are read once, in large pieces."""
+        for lsn in self._mapped.intersection(lsns.tolist()) if self._mapped else ():
+            self.forget_between(lsn, lsn)
         parts = [self._decoded(lsn).slice(a, b - a) for lsn, a, b in _runs(lsns, rows)]
         return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
@@ -208,7 +244,7 @@ class Payloads:
         batch = self._decoded(lsn)
         found = self._memories.get(lsn)
         if found is None or found.batch is not batch:
-            found = self._memories[lsn] = TaskMemory(batch)
+            found = self._memories[lsn] = TaskMemory(batch, mapped=lsn in self._mapped)
         return found
 
     def _decoded(self, lsn: int) -> pa.RecordBatch:
@@ -223,7 +259,12 @@ class Payloads:
         fact = decode(frame.kind, frame.payload, f"LSN {lsn}")
         assert isinstance(fact, WITH_ROWS), f"LSN {lsn} holds no batch"
         batch = read_ipc(whole(fact.ipc))
-        self._remember(lsn, batch, VIEW_BYTES if mapped else len(fact.ipc))
+        size = VIEW_BYTES + ROW_BYTES * batch.num_rows if mapped else len(fact.ipc)
+        self._remember(lsn, batch, size)
+        if mapped:
+            self._mapped.add(lsn)
+            if isinstance(fact, Enqueued | Moved):
+                self._memory(lsn)  # while it is what was just compared
         return batch
 
     def _remember(self, lsn: int, batch: pa.RecordBatch, size: int) -> None:
@@ -231,7 +272,7 @@ class Payloads:
         self._cached_bytes += size
         while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
             old, (_, dropped) = self._cache.popitem(last=False)
-            self._memories.pop(old, None)
+            self._let_go(old)
             self._cached_bytes -= dropped
 
 

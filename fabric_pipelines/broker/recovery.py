@@ -19,6 +19,7 @@ from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Kind, decode
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import BalanceBroken, ColdLost, CorruptionFound, StoreUnreachable
 from fabric_pipelines.journal import Frame, Life
+from fabric_pipelines.journal.damage import Place
 
 
 class Log(Protocol):
@@ -38,7 +39,17 @@ class Log(Protocol):
     def first_lsn(self) -> int: ...
     @property
     def bytes_used(self) -> int: ...
+
+    frame_max: int
+
+    @property
+    def segment_bytes(self) -> int: ...
+    @property
+    def held_bytes(self) -> int | None: ...
+    @property
     def room_bytes(self) -> int | None: ...
+    def hold(self, size: int) -> int | None: ...
+    def fits(self, frame_bytes: int) -> bool: ...
     def append(
         self,
         kind: int,
@@ -48,9 +59,9 @@ class Log(Protocol):
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
-        spare_last: bool = False,
+        keep: int | None = None,
     ) -> int: ...
-    def require_room(self, size: int) -> None: ...
+    def require_room(self, size: int, keep: int | None = None) -> None: ...
     def extents(self, lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
     def commit(self) -> int: ...
     def write(self) -> int: ...
@@ -108,13 +119,25 @@ def restore(journal: Log, checkpoints: Checkpoints | None) -> Restored:
         else:
             ignored.append(found)
     if from_lsn < journal.first_lsn:
-        raise CorruptionFound(
-            f"the journal begins at LSN {journal.first_lsn} and no checkpoint stands for what was before "
-            f"({'; '.join(ignored) or 'the log names none'}): restore the checkpoint file from a copy"
-        )
+        raise _without_a_base(journal, checkpoints, ignored, base)
     tail = _Counted(journal.replay(from_lsn))
     state = rebuild(journal.incarnation, tail, state)
     return Restored(state, from_lsn, tail.bytes, newest, older, base, ignored)
+
+
+def _without_a_base(
+    journal: Log, checkpoints: Checkpoints | None, ignored: list[str], base: Dropped | None
+) -> CorruptionFound:
+    """`losses` finds out what that costs."""
+    places = []
+    if base is not None and checkpoints is not None:
+        path, last = checkpoints.path_of(base.base), journal.first_lsn - 1
+        places.append(Place(0, 0, 1, last).as_json(path))
+    return CorruptionFound(
+        f"the journal begins at LSN {journal.first_lsn} and no checkpoint stands for what was before "
+        f"({'; '.join(ignored) or 'the log names none'}): restore the checkpoint file from a copy",
+        places,
+    )
 
 
 def base_of(journal: Log) -> Dropped | None:

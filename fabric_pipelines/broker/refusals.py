@@ -60,13 +60,18 @@ def parked(state: State, lane: Lane, roster: Roster) -> str:
     return f"too large for all that are here, waits for {', '.join(awaited) or 'another class'}"
 
 
-def given_up(state: State, known: Callable[[str, str], set[str]]) -> list[GivenUp]:
-    """What every class that is `known` for its engine and tenant found too large. Nobody known: it waits."""
-    facts = []
+def given_up(
+    state: State, known: Callable[[str, str], set[str]], room: Callable[[], int]
+) -> list[GivenUp]:
+    """What every class that is `known` for its engine and tenant found too large. Nobody known: it waits; so do those
+    that there is no `room` to bury."""
+    facts, given = [], 0
     for lane in state.refused:
         classes = known(lane.key.engine, lane.key.tenant) if lane.ready else set()
         if classes and not is_open(lane.key.refused_by, classes, state.classes):
             ready = state.in_state(READY)
-            mine = ready[state.index.lane[ready] == lane.index]
-            facts.append(GivenUp("no class of consumers is left for it", mine))
+            mine = ready[state.index.lane[ready] == lane.index][: room() - given]
+            given += len(mine)
+            if len(mine):
+                facts.append(GivenUp("no class of consumers is left for it", mine))
     return facts

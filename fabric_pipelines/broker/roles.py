@@ -41,6 +41,7 @@ ROLES: Mapping[str, frozenset[str]] = {
     "states": frozenset({ADMIN}),
     "requeue": frozenset({ADMIN}),
     "settled": frozenset({COMPLETION, ADMIN}),
+    "settled_sums": frozenset({COMPLETION, ADMIN}),
     "submit": frozenset({PRODUCER}),
     "close": frozenset({PRODUCER, ADMIN}),
     "abandon": frozenset({PRODUCER, ADMIN}),

@@ -1,9 +1,9 @@
 """Scrubbing as the broker sees it: a slow round over all sealed segments, and what a damaged frame means.
 
-The journal finds bytes that are not what was written; this names the tasks in them. Leasing stops when one of
-them still lives, since its tokens or its outcome are lost here; damage among the dead is reported only, and
-goes with its segment. Before it looks into any file, it looks whether each is still there at all. What was damaged and is whole at the next look was repaired: it is told no more, and what
-stopped for it goes on.
+The journal finds bytes that are not what was written; this names the tasks in them. Those that still live are
+withheld, since their tokens or their outcome are lost here, and all others go on; damage among the dead is reported
+only, and goes with its segment. Before it looks into any file, it looks whether each is still there at all. What was
+damaged and is whole at the next look was repaired: it is told no more, and what waited for it goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import Kind
-from fabric_pipelines.broker.losses import WITHOUT_A_COPY, rows_of, spans_of, tasks_at
+from fabric_pipelines.broker.losses import rows_of, spans_of, tasks_at
 from fabric_pipelines.broker.replies import DamagedFrame, ScrubReport
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.journal import Damage, Journal, ScrubSlice
@@ -21,8 +21,10 @@ from fabric_pipelines.journal.frame import COMMIT, DURABLE, OPENED, SEAL, SEGMEN
 SLICE_BYTES = 4 << 20
 EVERY_S = 1.0
 COUNTERS = ("scrubbed_bytes", "scrubbed_frames", "scrub_rounds", "frames_repaired")
-IN_PLACE = f"restore that file from a copy and restart the broker; {WITHOUT_A_COPY}"
-AGAIN_SOON = "it is looked at again within half a minute; without a copy submit these rows again under another salt"
+GIVE_UP = "without a copy give these tasks up with `fabric broker abandon ID` and submit these rows again under another salt"
+IN_PLACE = f"its tasks are withheld and all others go on; restore that file from a copy and restart the broker; {GIVE_UP}"
+OF_NO_TASK = "restore that file from a copy, or let it go: what it says is in memory and in the next checkpoint"
+AGAIN_SOON = f"it is looked at again within half a minute; {GIVE_UP}"
 OF_AN_OBJECT = f"restore that object from a copy; {AGAIN_SOON}"
 CONTROL_NAMES = {
     SEGMENT: "SEGMENT",
@@ -41,7 +43,8 @@ class Scrubbing:
         self.files: list[DamagedFrame] = []  # at the last look
         self.look_at_files: Callable[[], list[DamagedFrame]] = list
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._stopped_by: dict[int, str] = {}  # LSN: the fault that says so
+        self.damaged_here: Callable[[DamagedFrame], None] = lambda frame: None
+        self.whole_again: Callable[[int], None] = lambda lsn: None
 
     def tick(self) -> None:
         """A slice now and then: 8 GiB in about half an hour. HomeGone if a file is not there any more."""
@@ -106,9 +109,7 @@ class Scrubbing:
         for lsn in list(lsns):
             if self.damaged.pop(lsn, None) is not None:
                 self.counters["frames_repaired"] += 1
-            fault = self._stopped_by.pop(lsn, None)
-            if fault is not None and self._core.fault == fault:
-                self._core.fault = next(iter(self._stopped_by.values()), "")
+                self.whole_again(lsn)
 
     def among(self, first_lsn: int, last_lsn: int) -> list[DamagedFrame]:
         """What is known to be damaged there."""
@@ -141,21 +142,15 @@ class Scrubbing:
             tasks=len(tasks),
             live=live,
             task_ids=spans_of(state.task_ids(tasks)),
-            remedy=OF_AN_OBJECT if cold else IN_PLACE,
+            remedy=OF_AN_OBJECT if cold else IN_PLACE if live else OF_NO_TASK,
             rows=rows_of(state, tasks),
         )
 
     def name(self, damage: Damage, *, cold: bool) -> None:
-        """Damage in a cold segment stops the lanes that need it (see tiering), damage here stops all leasing."""
+        """Only its own tasks wait: for an object see tiering, for what is damaged here withheld."""
         self.damaged[damage.lsn] = frame = self.frame_of(damage, cold=cold)
-        if frame.live and not cold and damage.lsn not in self._stopped_by:
-            named = "".join(f"; {part}" for part in frame.rows[:3])
-            fault = (
-                f"segment {frame.segment} is damaged at offset {frame.offset}: LSN {frame.lsn} with tasks "
-                f"{frame.task_ids}{named} cannot be read; leasing has stopped, {IN_PLACE}"
-            )
-            self._stopped_by[damage.lsn] = fault
-            self._core.fault = self._core.fault or fault
+        if not cold:
+            self.damaged_here(frame)
 
 
 def _frame_of(kind: int) -> str:

@@ -6,26 +6,21 @@ and what that role may do (roles.py), protocol, schema, offsets, vocabulary, CRC
 
 from __future__ import annotations
 
-import json
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.flight as flight
 
 from fabric_pipelines.broker import fields
-from fabric_pipelines.broker.credits import require_size
+from fabric_pipelines.broker.callsocket import CallStream
 from fabric_pipelines.broker.desk import Desk, Rank
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
-from fabric_pipelines.broker.owner import Owner, TaskUpload
+from fabric_pipelines.broker.owner import Owner
+from fabric_pipelines.broker.promise import bounded, require_name, require_proof
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -39,32 +34,41 @@ from fabric_pipelines.broker.roles import (
     require_role,
     require_tenant,
 )
-from fabric_pipelines.broker.settled import settled_page
-from fabric_pipelines.broker.state import BatchColumns
-from fabric_pipelines.broker.submissions import goes_past
+from fabric_pipelines.broker.settled import PAGE_ROWS, settled_page, settled_sums
 from fabric_pipelines.broker.tiering import ColdScrub
 from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
+from fabric_pipelines.broker.uploads import (
+    MALFORMED,
+    Chunk,
+    Say,
+    Upload,
+    call_chunks,
+    call_words,
+    flight_chunks,
+    flight_words,
+)
 from fabric_pipelines.broker.wire import as_flight_error, error_head, message, read_message
 from fabric_pipelines.errors import (
     FabricError,
     SchemaError,
-    SubmissionConflict,
     UsageError,
     VersionRefused,
 )
 from fabric_pipelines.ids import canonical_json
-from fabric_pipelines.records.arrow import crc32c, from_ipc, require_schema, to_ipc_pieces
+from fabric_pipelines.records.arrow import (
+    crc32c,
+    from_ipc,
+    require_schema,
+    to_ipc_part,
+    to_ipc_pieces,
+)
 from fabric_pipelines.records.batch import Budget
 from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.profile import Profile
-from fabric_pipelines.records.submission import Fingerprinter, Submission
-from fabric_pipelines.records.task import column_checksums, require_task_batch
 
-UPLOADS_AHEAD = 8
 SCRUB_BYTES = 8 << 20
 WAIT_MAX_S = 5.0
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError)
 
 Head = Mapping[str, Any]
 Reply = tuple[dict[str, Any], tuple[Part, ...]]
@@ -105,6 +109,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
             "states": self._states,
             "requeue": self._requeue,
             "settled": self._settled,
+            "settled_sums": self._settled_sums,
         }
         if credentials is None:
             super().__init__(endpoint)
@@ -212,6 +217,13 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         runs = (as_part(page.firsts), as_part(page.ends), as_part(page.owners))
         return {"next": after, "submissions": named}, runs
 
+    def _settled_sums(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
+        begin = fields.count(head, "begin", most=fields.NUMBER_MAX)
+        tasks, marks, after = self._desk.ask(
+            lambda owner: settled_sums(owner.core.state, begin), Rank.QUESTION
+        ).result()
+        return {"next": after, "rows": PAGE_ROWS}, (as_part(tasks), as_part(marks))
+
     def _requeue(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, reason = _ids(parts[0]), fields.text(head, "reason", least=0)
         return self._ask(lambda owner: owner.requeue(ids, reason), Rank.ENQUEUE)
@@ -288,6 +300,9 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         for field in COMPLETION_SCHEMA:
             if not field.nullable and batch.column(field.name).null_count:
                 raise SchemaError(f"completion batch has nulls in {field.name!r}")
+        kept = bounded(batch)
+        if kept is not batch:
+            batch, ipc = kept, to_ipc_part(kept)
         return self._ask(lambda owner: owner.computed(name, batch, ipc), Rank.ACKNOWLEDGE)
 
     def _nack(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
@@ -327,6 +342,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         ids, dead = _ids(parts[0]), fields.flag(head, "dead")
         confirmation = Confirmation(fields.text(head, "kind"), fields.mapping(head, "proof"))
+        require_proof(confirmation.proof)
         requeues = np.frombuffer(parts[1], np.uint8) if len(parts) > 1 else None
         if requeues is not None and len(requeues) != len(ids):
             raise UsageError(f"{len(ids)} task ids came with {len(requeues)} requeue counts")
@@ -339,13 +355,32 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
     def _ask(self, act: Callable[[Any], Any], rank: Rank) -> Reply:
         return as_json(self._desk.ask(act, rank).result()), ()
 
-    # -- DoPut
+    # -- uploads
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One submission: its header is the descriptor's command, then numbered batches. The first answer is
         the submission as it stands, so that a producer can go on where an earlier one stopped."""
+        fault = self._take(
+            lambda: read_opening(descriptor.command),
+            flight_chunks(reader),
+            flight_words(writer),
+            context,
+        )
+        if fault is not None:
+            raise as_flight_error(fault) from fault
+
+    def upload(self, parts: list[memoryview], stream: CallStream) -> None:
+        """The same on the call socket; the header is the request's one part."""
+        self._take(
+            lambda: read_opening(bytes(parts[0])), call_chunks(stream), call_words(stream), None
+        )
+
+    def _take(
+        self, opening: Callable[[], Head], chunks: Iterator[Chunk], say: Say, context: Any
+    ) -> FabricError | None:
+        """What ended it, which was said, too."""
         try:
-            head = read_opening(descriptor.command)
+            head = opening()
             who = self._identity(context, head)
             require_role(who, "submit")
             require_protocol(head)
@@ -357,137 +392,16 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
                 return owner.look_up(header)
 
             state = self._desk.ask(look_up, Rank.ENQUEUE).result()
-            self._answer(writer, state)
+            upload = Upload(header, self._desk, self._door.credits, say)
+            upload.answer(state)
             if not state.closed:
-                self._receive(header, reader, writer)
+                upload.take(chunks)
         except (FabricError, *MALFORMED) as found:
             fault = found if isinstance(found, FabricError) else _malformed("upload", found)
             self._door.refusals.note(fault)
-            _send(writer, error_head(fault))
-            raise as_flight_error(fault) from fault
-
-    def _receive(self, header: Submission, reader: Any, writer: Any) -> None:
-        """Read ahead of the acknowledgements, which a second thread sends as they become durable."""
-        answers: queue.Queue[Future[SubmissionState] | None] = queue.Queue(UPLOADS_AHEAD)
-        acknowledger = _Acknowledger(answers, writer, self._answer)
-        acknowledger.start()
-        try:
-            content = self._desk.ask(
-                lambda owner: owner.content_of(header.submission_id), Rank.ENQUEUE, durable=False
-            ).result()
-            for upload in _uploads(header, reader, content):
-                if acknowledger.fault:
-                    break
-                answers.put(self._enqueue(upload, header.tenant))
-        finally:
-            answers.put(None)
-            acknowledger.join()
-        if acknowledger.fault:
-            raise acknowledger.fault
-        state = acknowledger.last
-        if state is None or state.enqueued < state.tasks:
-            return
-        submission_id = header.submission_id
-        closed = self._desk.ask(
-            lambda owner: owner.close_submission(submission_id), Rank.ENQUEUE
-        ).result()
-        self._answer(writer, closed)
-
-    def _enqueue(self, upload: TaskUpload, tenant: str) -> Future[SubmissionState]:
-        """Its memory is on the tenant's account until it is durable, or refused."""
-        size = upload.batch.get_total_buffer_size()
-        self._door.credits.take(tenant, size)
-        answer = self._desk.ask(_enqueue(upload), Rank.ENQUEUE)
-        answer.add_done_callback(lambda _: self._door.credits.give(tenant, size))
-        return answer
-
-    def _answer(self, writer: Any, state: SubmissionState) -> None:
-        _send(writer, {**as_json(state), ACKNOWLEDGED: self._desk.acknowledged})
-
-
-class _Acknowledger(threading.Thread):
-    """Sends each upload's answer in order; keeps the first error for the reader to find."""
-
-    def __init__(
-        self,
-        answers: queue.Queue[Future[SubmissionState] | None],
-        writer: Any,
-        answer: Callable[[Any, SubmissionState], None],
-    ) -> None:
-        super().__init__(name="broker-acknowledger", daemon=True)
-        self._answers, self._writer, self._answer = answers, writer, answer
-        self.fault: FabricError | None = None
-        self.last: SubmissionState | None = None
-
-    def run(self) -> None:
-        while (answer := self._answers.get()) is not None:
-            try:
-                self.last = answer.result()
-                if self.fault is None:
-                    self._answer(self._writer, self.last)
-            except FabricError as fault:
-                if self.fault is None:
-                    self.fault = fault
-                    _send(self._writer, error_head(fault))
-
-
-def _enqueue(upload: TaskUpload) -> Callable[[Any], SubmissionState]:
-    def act(owner: Any) -> SubmissionState:
-        state: SubmissionState = owner.enqueue(upload)
-        return state
-
-    return act
-
-
-def _uploads(
-    header: Submission, reader: Any, content: Fingerprinter | None
-) -> Iterator[TaskUpload]:
-    """Checked batches of one stream; nothing of a bad batch reaches the owner. `content`: of what came before."""
-    while True:
-        try:
-            chunk = reader.read_chunk()
-        except StopIteration:
-            return
-        except (pa.ArrowException, flight.FlightError, OSError) as fault:
-            raise SchemaError(
-                f"the upload broke off, or is no Arrow stream ({str(fault).splitlines()[0][:160]}): send the rest "
-                "again"
-            ) from fault
-        try:
-            note = json.loads(bytes(chunk.app_metadata or b""))
-            first_row, sums = note["first_row"], list(note["crc32c"])
-            if any(type(number) is not int for number in (first_row, *sums)):  # 1.0 and true are 1
-                raise ValueError("not whole numbers")
-        except MALFORMED as fault:
-            raise SchemaError(
-                'a task batch needs app_metadata {"first_row": n, "crc32c": [6 numbers]}'
-            ) from fault
-        if first_row < 0:
-            raise UsageError(f"a task batch cannot begin at row {first_row}")
-        batch = chunk.data
-        require_size(batch.get_total_buffer_size())
-        require_task_batch(batch, vocab_size=header.vocab_size)
-        if column_checksums(batch) != sums:
-            raise SchemaError(
-                f"the task batch at row {first_row} does not match its CRC32C: send it again"
-            )
-        tokens = int(pc.sum(pc.list_value_length(batch.column("tokens"))).as_py())
-        if first_row + batch.num_rows > header.tasks or tokens > header.tokens:
-            raise SubmissionConflict(goes_past(header, first_row + batch.num_rows - 1))
-        columns = BatchColumns.of(header, batch)
-        if content is not None and content.tasks == first_row:
-            content.update(batch)
-        else:
-            content = None
-        yield TaskUpload(header.submission_id, first_row, batch, columns, content, header)
-
-
-def _send(writer: Any, head: Head) -> None:
-    """A producer that is gone gets no answer and needs none: what it sent is safe, and it can ask again."""
-    try:
-        writer.write(json.dumps(head).encode())
-    except (flight.FlightError, pa.ArrowException, OSError):
-        return
+            say(error_head(fault))
+            return fault
+        return None
 
 
 def require_own(who: Identity, owner: Owner, submission_id: str) -> None:
@@ -506,7 +420,9 @@ def require_protocol(head: Head) -> None:
 
 
 def _session(head: Head, who: Identity) -> str:
-    return who.session(fields.text(head, "session"))
+    name = who.session(fields.text(head, "session"))
+    require_name(name)
+    return name
 
 
 def _malformed(name: str, fault: Exception) -> UsageError:

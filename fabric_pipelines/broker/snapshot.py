@@ -150,6 +150,7 @@ def _head(state: State) -> bytes:
                     "sampling": lane.sampling,
                     "generation": lane.generation,
                     **({"opened_at": lane.opened_at} if lane.opened_at else {}),
+                    **({"metadata_bytes": lane.metadata_bytes} if lane.metadata_bytes else {}),
                     "step": int(lane.step),
                     "producers": sorted(lane.producers),
                 }
@@ -206,6 +207,7 @@ def restore(snapshot: Snapshot) -> State:
                 state.accounts,
                 generation=lane["generation"],
                 opened_at=lane.get("opened_at", 0),
+                metadata_bytes=lane.get("metadata_bytes", 0),
                 step=Step(lane["step"]),
                 producers=set(lane["producers"]),
             )

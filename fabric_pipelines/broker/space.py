@@ -24,6 +24,7 @@ Sequences = npt.NDArray[np.int64]
 NOTHING: Sequences = np.zeros(0, np.int64)
 MOSTLY_DEAD = 0.25
 UNDER_PRESSURE = 0.75
+FRAME_BYTES = 4096  # of a copied frame beside its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ def front_to_clear(
         if alive < share * total and own < share * holding.bytes:
             below = holding.last_lsn + 1
     return below
+
+
+def front_that_fits(
+    holdings: Sequence[Holding], live: Sequences, covered_lsn: int, room: int
+) -> int:
+    """First LSN to keep: behind the longest front of sealed segments, all covered by a checkpoint, whose live rows
+    can be copied into so many bytes, however much of it lives. So the log goes round: each turn ends with as much
+    space as it began with, and what is dead behind a front that lives comes to be the front. 0: nothing fits."""
+    below = 0
+    for holding, own in zip(holdings, live.tolist(), strict=True):
+        room -= copied_bytes(own)
+        if not holding.sealed or holding.last_lsn > covered_lsn or room < 0:
+            break
+        below = holding.last_lsn + 1
+    return below
+
+
+def copied_bytes(live: int) -> int:
+    """What live rows of so many bytes take when they are copied, at most."""
+    return live * 17 // 16 + FRAME_BYTES if live else 0
 
 
 def batches_to_move(

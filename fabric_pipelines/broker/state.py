@@ -56,6 +56,13 @@ from fabric_pipelines.broker.index import Growing, TaskIndex
 from fabric_pipelines.broker.lanes import RULE, Lane, Step, key_of, shapes
 from fabric_pipelines.broker.order import PrefixOrder
 from fabric_pipelines.broker.prefix import prefix_keys
+from fabric_pipelines.broker.promise import (
+    OUTCOME_BYTES,
+    SETTLE_BYTES,
+    TOKEN_BYTES,
+    VECTOR_UNKNOWN_BYTES,
+    largest_metadata,
+)
 from fabric_pipelines.broker.recount import Recounter
 from fabric_pipelines.errors import BalanceBroken
 from fabric_pipelines.ids import SEQUENCE_BITS
@@ -67,8 +74,7 @@ from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import token_counts
 
 Sequences = npt.NDArray[np.int64]
-TOKEN_BYTES = 4
-OUTCOME_BYTES = 512  # of an outcome beside tokens and vector: ids, names, times, a short error text
+ROW_LOST = "RowLost"  # what a task dies of whose row or outcome lay in damaged bytes
 LIVES_KEPT = 4096
 HELD = (LEASED, IN_DOUBT)
 NOTHING: Sequences = np.zeros(0, np.int64)
@@ -91,12 +97,13 @@ PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class BatchColumns:
-    """What the index needs of a task batch: int64 [rows] each, keys uint64."""
+    """What the index needs of a task batch: int64 [rows] each, keys uint64. metadata: bytes of the longest."""
 
     prompt: npt.NDArray[np.int64]
     new: npt.NDArray[np.int64]
     shape: npt.NDArray[np.int64]
     key: npt.NDArray[np.uint64]
+    metadata: int = 0
 
     @classmethod
     def of(cls, submission: Submission, batch: pa.RecordBatch, rule: int = RULE) -> BatchColumns:
@@ -104,7 +111,8 @@ class BatchColumns:
         new = batch.column("max_new_tokens").to_numpy().astype(np.int64)
         tokens = batch.column("tokens").flatten().to_numpy()
         shape = shapes(submission, prompt, new, rule)
-        return cls(prompt, new, shape, prefix_keys(tokens, prompt, layout=rule))
+        keys = prefix_keys(tokens, prompt, layout=rule)
+        return cls(prompt, new, shape, keys, largest_metadata(batch))
 
 
 @dataclass(slots=True)
@@ -171,7 +179,7 @@ class State:
         self.lane_of: dict[LaneKey, int] = {}
         self.held_new = 0  # tokens that leased and doubtful tasks may generate
         self.vector_bytes: dict[str, int] = {}  # largest vector seen, by engine and sampling
-        self.lane_vector = Growing(np.int64)  # the same by lane
+        self.lane_beside = Growing(np.int64)  # bytes of an outcome beside its tokens, by lane
         self.requeues: dict[int, int] = {}  # how often, of tasks that are not retired
         self.suspects: dict[
             int, int
@@ -259,6 +267,8 @@ class State:
         index.put("prompt", new, columns.prompt)
         index.put("new", new, np.minimum(columns.new, np.iinfo(np.int32).max))
         index.key[new] = columns.key
+        for at in distinct(lanes).tolist() if columns.metadata else ():
+            self._expect_metadata(self.lanes[at], columns.metadata)
         self.accounts.enter(lanes, self.task_ids(tasks), columns.prompt)
         add_counts(self.engine_ready, self.lane_engine.view[lanes], 1)
         self.submission_tasks[(0, READY + 1), record.index] += fact.rows
@@ -301,7 +311,7 @@ class State:
 
     def add_lane(self, lane: Lane) -> None:
         lane.order = PrefixOrder(self.index.keys_of)
-        self.lane_vector.append(self.vector_bytes.get(lane.key.product, 0))
+        self.lane_beside.append(self._beside(lane))
         self.lanes.append(lane)
         if lane.key.refused_by:
             self.refused.append(lane)
@@ -384,6 +394,7 @@ class State:
     def _change_lane(self, tasks: Sequences, old: Lane, new: Lane, effects: Effects) -> None:
         """Ready tasks of one lane belong to another one; both go on as long as they have tasks."""
         index = self.index
+        self._expect_metadata(new, old.metadata_bytes)
         prompt = index.prompt[tasks].astype(np.int64)
         self.accounts.transfer(index.lane[tasks], self.task_ids(tasks), prompt, READY, new.index)
         index.put("lane", tasks, new.index)
@@ -393,7 +404,13 @@ class State:
 
     def _given_up(self, fact: GivenUp, effects: Effects) -> None:
         tasks = fact.tasks
+        if fact.lost:
+            over = self.index.state[tasks] == COMPUTED
+            effects.risen, tasks = tasks[over], tasks[~over]
+            self.index.put("done", fact.tasks, -1)
+            self.reasons.update((int(task), (ROW_LOST, fact.reason)) for task in fact.tasks)
         self._move(tasks, (READY,), COMPUTED, "GIVE_UP")
+        tasks = fact.tasks
         self.index.verdict[tasks] = Verdict.REFUSED
         self._clear(tasks)
         effects.computed = tasks
@@ -557,8 +574,19 @@ class State:
             product = self.lanes[at].key.product
             if size > self.vector_bytes.get(product, 0):
                 self.vector_bytes[product] = size
-                like = [lane.index for lane in self.lanes if lane.key.product == product]
-                self.lane_vector.view[like] = size
+                for lane in self.lanes:
+                    if lane.key.product == product:
+                        self.lane_beside.view[lane.index] = self._beside(lane)
+
+    def _expect_metadata(self, lane: Lane, size: int) -> None:
+        if size > lane.metadata_bytes:
+            lane.metadata_bytes = size
+            self.lane_beside.view[lane.index] = self._beside(lane)
+
+    def _beside(self, lane: Lane) -> int:
+        """Bytes of vector and metadata of one outcome, at most. A single pass may answer with a vector."""
+        unknown = 0 if lane.sampling.get("kind") == "generate" else VECTOR_UNKNOWN_BYTES
+        return lane.metadata_bytes + self.vector_bytes.get(lane.key.product, unknown)
 
     @property
     def reserved_bytes(self) -> int:
@@ -566,7 +594,21 @@ class State:
         tasks = self.accounts.tasks[:, : len(self.lanes)]
         held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
         fixed = int(held.sum()) * OUTCOME_BYTES + self.held_new * TOKEN_BYTES
-        return fixed + (int(held @ self.lane_vector.view) if self.vector_bytes else 0)
+        return fixed + int(held @ self.lane_beside.view)
+
+    @property
+    def promised_bytes(self) -> int:
+        """The same, with what it takes to retire or bury them and what is computed."""
+        tasks = self.accounts.tasks[:, : len(self.lanes)]
+        held = tasks[LEASED + 1] + tasks[IN_DOUBT + 1]
+        each, beside = OUTCOME_BYTES + SETTLE_BYTES, int(held @ self.lane_beside.view)
+        settle = int(tasks[COMPUTED + 1].sum()) * SETTLE_BYTES
+        return int(held.sum()) * each + self.held_new * TOKEN_BYTES + beside + settle
+
+    @property
+    def under_way(self) -> Sequences:
+        """Tasks that are leased or in doubt."""
+        return np.flatnonzero(np.isin(self.index.state[: self.index.count], HELD))
 
     def _move_uniform(self, tasks: Sequences, source: int, target: int) -> None:
         index = self.index
@@ -638,7 +680,9 @@ class State:
             found.append("open leases differ from those of the log")
         found += _unequal_records(self.submissions, other.submissions)
         for lane, twin in zip(self.lanes, other.lanes, strict=False):
-            mine, theirs = ((x.key, x.generation, x.step, x.opened_at) for x in (lane, twin))
+            mine, theirs = (
+                (x.key, x.generation, x.step, x.opened_at, x.metadata_bytes) for x in (lane, twin)
+            )
             if mine != theirs:
                 found.append(
                     f"lane {lane.name} is at {lane.step.name}, the log gives {twin.step.name}"

@@ -20,10 +20,7 @@ RENEWED = (
     "the broker that runs holds all that it stands for and takes a new checkpoint, from which the next start goes; look "
     "at the disk, and run `fabric broker scrub` again before you stop the broker"
 )
-BASE = (
-    f"{RENEWED}; the log begins behind this one, and until it is restored from a copy, or the broker has cleared more of "
-    "the log, `fabric broker verify` has nothing to compare with"
-)
+BASE = f"{RENEWED}; the log began behind this one, and begins behind that one then"
 
 
 class StateFiles:
@@ -49,6 +46,7 @@ class StateFiles:
                 remedy = RENEWED
                 if base is not None and fact.lsn == base.base:
                     what, remedy = f"{what}: the base of the log is lost", BASE
+                    self._upkeep.base_is_lost = True
                 path = str(self._journal.folder / name)
                 damaged.append(_named(path, fact.size, what, remedy))
         if damaged:

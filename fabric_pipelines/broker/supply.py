@@ -126,6 +126,8 @@ class Supply:
         self.near: Callable[[Sequences], int] | None = None
         # which of these tasks cannot be read before a store answers again; None: none
         self.out_of_reach: Callable[[Sequences], npt.NDArray[np.bool_] | None] | None = None
+        # those of them whose row is damaged here, which no store gives back; None: none
+        self.damaged: Callable[[Sequences], npt.NDArray[np.bool_] | None] | None = None
         self.withheld: list[Lane] = []
 
     def begin(self) -> None:
@@ -165,12 +167,32 @@ class Supply:
             if len(old):  # claimed while in the order, where its old place still is
                 order.remove(old)
             queued[tasks] = True
+            gone = self.damaged(tasks) if self.damaged is not None else None
+            if gone is not None:  # in a piece that goes out by itself they would stop the lane
+                order.aside(tasks[gone])
+                tasks = tasks[~gone]
             suspects = self._state.suspects
             if suspects and any(task in suspects for task in tasks.tolist()):
                 order.add_front(tasks)
             else:
                 order.add_ahead(tasks)
             self._offer(self._state.lanes[at])
+
+    def take_back(self, grant: Grant, tenant: str | None) -> None:
+        """It was not sent: its tasks go first again. `tenant`: as of the asker."""
+        if tenant is None:
+            queue = self._queues[grant.lane.key.engine]
+            queue.charge(grant.lane.key.tenant, -grant.tokens)
+        self.absorb(Effects(pieces=self._state.by_lane(grant.tasks)))
+
+    def set_aside(self, tasks: Sequences) -> None:
+        """Those of them that wait in an order are in nobody's way until they can be read again; all of it is looked at."""
+        index = self._state.index
+        waiting = tasks[(index.state[tasks] == READY) & index.queued[tasks]]
+        for at, mine in self._state.by_lane(waiting):
+            order = self._state.lanes[at].order
+            order.remove(mine)
+            order.aside(mine)
 
     def _offer(self, lane: Lane) -> None:
         self._queues[lane.key.engine].offer(lane)
@@ -340,7 +362,8 @@ class Supply:
         view, count, lane = cut.view, cut.count, cut.view.lane
         thin = lane.step is Step.DRAINING and lane.key.length and not cut.is_full
         if thin and count == lane.ready and not lane.order.has_front:
-            most = max(count, self._room.sequences(lane, budget.sequences))
+            others = sum(other.ready for other in queue.neighbours(lane))
+            most = max(count, self._room.sequences(min(budget.sequences, count + others)))
             tasks = self._take_merged(queue, view, replace(budget, sequences=most))
             return self._granted(self._state.next_lease, lane, tasks)
         tokens = int(cut.prompt[:count].sum())
@@ -431,11 +454,17 @@ class Supply:
         if gone is not None:
             self.near(tasks[gone][:ASKED_AGAIN])
             order.aside(tasks[gone])
-            order.add_ahead(tasks[~gone])
+            self._rejoin(lane, tasks[~gone])
             return
         while len(tasks):
-            order.add_ahead(tasks)
+            self._rejoin(lane, tasks)
             tasks = order.recall(LOOKED_AT_ONCE)
+
+    def _rejoin(self, lane: Lane, tasks: Sequences) -> None:
+        """They stood aside and go first now; what is under suspicion by itself, as ever."""
+        lane.order.add_ahead(self._state.unsuspected(tasks))
+        for _, piece in self._state.suspect_pieces(tasks):
+            lane.order.add_front(piece)
 
     def _take(self, view: _View, count: int) -> Sequences:
         """The first `count` ready ones of a view leave the order, and the stale ones between them."""

@@ -356,9 +356,17 @@ class Tiering:
             if not (self.journal.cold.holds(lsn) or self.payloads.holds(lsn))
         ]
 
+    @property
+    def expects(self) -> bool:
+        """Whether rows are on their way, beside those that are lost."""
+        if self._back.fault:
+            return False
+        wanted = np.array(list(self._wanted), np.int64)
+        return self._back.underway is not None or not bool(_within(wanted, self.lost).all())
+
     def why(self, tasks_wait: bool = True) -> NotFetched:
         """What to say to somebody who finds only lanes that wait."""
-        if self.lost:
+        if self.lost and not self.expects:
             lost = self.lost[min(self.lost)]
             return NotFetched(f"ColdLost: {lost.sentence}", retry_after_s=5.0)
         return NotFetched(
@@ -367,10 +375,10 @@ class Tiering:
             retry_after_s=SOON_S if not self._back.patience.due_s else 1.0,
         )
 
-    def is_lost(self, tasks: Sequences) -> bool:
-        """Whether rows of these tasks lie in lost frames."""
+    def lost_rows(self, tasks: Sequences) -> npt.NDArray[np.bool_]:
+        """Which of these tasks have their row in lost frames."""
         lsns, _ = self.core.state.index.locate(tasks)
-        return bool(_within(lsns, self.lost).any())
+        return _within(lsns, self.lost)
 
     def _fetch_next(self, now_s: float) -> None:
         if not self._wanted or not self._back.free(now_s):

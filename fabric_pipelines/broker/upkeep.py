@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,19 @@ from fabric_pipelines.broker.core import Core
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Fact, Moved, MovedComputed
 from fabric_pipelines.broker.payloads import Payloads
 from fabric_pipelines.broker.recovery import Restored
+from fabric_pipelines.broker.room import UPKEEP_BYTES
 from fabric_pipelines.broker.tiering import Tiering
+from fabric_pipelines.broker.withheld import Withheld
 from fabric_pipelines.clock import Clock
-from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
-from fabric_pipelines.journal import Journal
+from fabric_pipelines.errors import Backpressure, CorruptionFound, StorageFailed, UsageError
+from fabric_pipelines.journal import Holding, Journal
 from fabric_pipelines.records.arrow import to_ipc
 
 MOVE_BYTES = 4 << 20
 PRESSED_EVERY_S = 0.5
+GIVE_BACK_S = 10.0
+ROUND = 2.0  # no share of a segment that lives is too large
+CHECKPOINT_BYTES, TASK_BYTES, SUBMISSION_BYTES = 1 << 16, 32, 2048  # of a file, see Upkeep
 COUNTERS = (
     "checkpoints",
     "checkpoints_refused",
@@ -84,7 +89,7 @@ class Upkeep:
         self.journal, self.core, self.payloads = journal, core, payloads
         self.rhythm, self.clock = rhythm, clock
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.disk_full = False
+        self.disk_full = self.base_is_lost = False
         self.base = restored.base
         self.newest, self.older = restored.newest, restored.older
         self._checkpoints, self._words, self._background = checkpoints, words, background
@@ -97,6 +102,10 @@ class Upkeep:
         self._clearing_all = False
         self._tiering: Tiering | None = None
         self._pressed_s = float("-inf")
+        self._needed_bytes, self._gave_back_s = 0, clock.monotonic_s()
+        core.room.may_dip = False
+        self.withheld: Withheld | None = None
+        self.damaged: Callable[[CorruptionFound], bool] = lambda fault: False
         self._finish_drop()
         self._keep(restored.newest, restored.older)
 
@@ -106,13 +115,18 @@ class Upkeep:
         tiering.covered_lsn = lambda: self.newest.lsn if self.newest is not None else 0
         tiering.checkpoint = self.begin_checkpoint
 
+    def cover(self, lsn: int) -> None:
+        """That frame is damaged: the next start must not have to replay it."""
+        if self.newest is None or self.newest.lsn < lsn:
+            self._behind = max(self._behind, self.rhythm.checkpoint_bytes)
+
     def grew(self, size: int) -> None:
         """So many bytes went into the log."""
         self._behind += size
 
     @property
     def pressed(self) -> bool:
-        tight = self.disk_full or self.core.room.is_tight
+        tight = self.disk_full or self.core.room.is_short
         return tight or self.journal.bytes_used >= self.rhythm.high_water
 
     def tick(self) -> None:
@@ -127,6 +141,16 @@ class Upkeep:
             elif self.pressed and now_s - self._pressed_s >= PRESSED_EVERY_S:
                 self._pressed_s = now_s
                 self._make_room()
+            elif not self.pressed:
+                self.core.room.may_dip = False
+                self._give_back(now_s)
+
+    def _give_back(self, now_s: float) -> None:
+        """Segments that nothing needed for a while: what is leased was more once."""
+        self._needed_bytes = max(self._needed_bytes, self.core.room.keep)
+        if now_s - self._gave_back_s >= GIVE_BACK_S:
+            self.journal.release(self._needed_bytes)
+            self._needed_bytes, self._gave_back_s = 0, now_s
 
     # -- checkpoints
 
@@ -134,6 +158,9 @@ class Upkeep:
         """Over everything up to now; written in the background, one at a time."""
         if self._underway is not None:
             return
+        slack = self.core.room.slack
+        if slack is not None and slack < UPKEEP_BYTES:
+            return  # its fact would take what is promised
         self._words.commit()
         taken, lsn = snapshot.take(self.core.state), self.journal.durable_lsn
         self._behind = 0
@@ -158,7 +185,26 @@ class Upkeep:
             self._keep(taken, self.newest)
             self.newest, self.older = taken, self.newest
             self._checkpoints.reserve(2 * taken.size)
+            if self.base_is_lost and self.base is not None:
+                self._lean_on(taken, self.base.below)
         self._choose_front()
+
+    def require_checkpoint_room(self) -> None:
+        """Backpressure for new tasks while the disk has no room for a checkpoint with them: without one nothing of the
+        log is ever freed."""
+        if self._checkpoints.is_claimed:
+            return
+        state = self.core.state
+        size = CHECKPOINT_BYTES + TASK_BYTES * state.index.count
+        size += SUBMISSION_BYTES * len(state.submissions)
+        size = max(size, 2 * self.newest.size if self.newest is not None else 0)
+        if not self._checkpoints.reserve(size):
+            self.disk_full = True
+            raise Backpressure(
+                f"the disk of the journal is full: it has no {size} bytes for the next checkpoint, which frees space in "
+                "the end; tasks are taken again when results have landed",
+                retry_after_s=5.0,
+            )
 
     def kept(self) -> list[CheckpointTaken]:
         """Of which files are here: of the newest, of the spare before it, of the one that the log begins behind."""
@@ -176,7 +222,9 @@ class Upkeep:
     # -- freeing the front of the log
 
     def _make_room(self) -> None:
-        """Pressed for space: if a good part of the log is dead, see to it that it can be cleared."""
+        """Pressed for space: if a good part of the log is dead, see to it that it can be cleared. If leases wait and less
+        is, the log goes round by what the floor takes, see `space.front_that_fits`. Nothing is tried that frees nothing:
+        each checkpoint takes space, too."""
         need = self._needed(pinned=False)
         holdings = self.journal.holdings
         live = space.live_bytes(need, self.journal, holdings)
@@ -185,16 +233,71 @@ class Upkeep:
             live[here].sum()
         )
         least = min(self.rhythm.high_water, self.journal.segment_bytes) // 4
-        if dead < max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used)):
-            return
-        self._share = space.UNDER_PRESSURE
-        if holdings[-1].bytes > least // 2:
-            self._words.commit()
-            try:
-                self.journal.roll()
-            except StorageFailed:
-                self._words.commit()  # a full disk is no reason to stop, a dead journal is
-        self.begin_checkpoint()
+        much = max(least, int((1 - space.UNDER_PRESSURE) * self.journal.bytes_used))
+        room = self.core.room
+        shares = [space.UNDER_PRESSURE] if dead >= much else []
+        shares += [ROUND] if room.is_short and dead >= least // 2 else []
+        room.may_dip = not shares
+        for share in shares:
+            if self._front(holdings, live, self._covered_lsn, share):
+                self._share = share
+                self._choose_front()
+                return
+            if self._front(holdings, live, self.journal.next_lsn, share):
+                self._share = share
+                self.begin_checkpoint()
+                return
+        sealed = [*holdings[:-1], replace(holdings[-1], sealed=True)]
+        for share in shares if holdings[-1].bytes > least // 2 else ():
+            if self._front(sealed, live, self.journal.next_lsn, share) and self._roll(
+                int(live[-1])
+            ):
+                self._share = share
+                self.begin_checkpoint()
+                return
+        room.may_dip = True
+
+    @property
+    def _covered_lsn(self) -> int:
+        return self.newest.lsn if self.newest is not None else 0
+
+    def _roll(self, live: int) -> bool:
+        """The rest of a segment is lost by it: never what is promised or what its own live rows are copied into, nor,
+        while leases go on, the floor."""
+        room, journal = self.core.room, self.journal
+        if (slack := room.slack) is not None:
+            rest = journal.held_bytes - journal.held_behind
+            least = space.copied_bytes(live) + UPKEEP_BYTES if room.is_short else room.floor
+            needed = journal.held_bytes - slack + least
+            journal.hold(needed + rest)
+            if journal.held_behind < needed:
+                return False
+        before = len(journal.holdings)
+        self._words.commit()
+        self.roll()
+        return len(journal.holdings) > before
+
+    def _front(self, holdings: list[Holding], live: Any, covered_lsn: int, share: float) -> int:
+        """First LSN to keep, as far as a checkpoint of that LSN allows and the live rows have a place to go."""
+        if (first := self._first_withheld()) is not None:  # what cannot be read cannot be copied
+            holdings = [holding for holding in holdings if holding.last_lsn < first]
+            live = live[: len(holdings)]
+        left = self.core.room.left
+        room = 1 << 60 if left is None else left + self.core.room.floor - UPKEEP_BYTES
+        if share == ROUND:
+            return space.front_that_fits(holdings, live, covered_lsn, room)
+        below = space.front_to_clear(holdings, live, covered_lsn, share)
+        over = [
+            own for holding, own in zip(holdings, live, strict=True) if holding.last_lsn < below
+        ]
+        return below if sum(map(space.copied_bytes, over)) <= room else 0
+
+    def roll(self) -> None:
+        """Seal the segment that is written to, if there is room for another one; everything is committed."""
+        try:
+            self.journal.roll()
+        except StorageFailed:
+            self._words.commit()  # a full disk is no reason to stop, a dead journal is
 
     def _choose_front(self) -> None:
         share, self._share = self._share, space.MOSTLY_DEAD
@@ -203,16 +306,25 @@ class Upkeep:
         holdings = self.journal.holdings
         need = self._needed(pinned=share == space.MOSTLY_DEAD)
         live = space.live_bytes(need, self.journal, holdings)
-        self._below = space.front_to_clear(holdings, live, self.newest.lsn, share)
+        self._below = self._front(holdings, live, self.newest.lsn, share)
         self._clearing_all = share != space.MOSTLY_DEAD
+
+    def _first_withheld(self) -> int | None:
+        """The first damaged frame here that somebody needs."""
+        if self.withheld is None or not len(self.withheld.lsns):
+            return None
+        needed = np.intersect1d(self.withheld.lsns, self._needed(pinned=False).lsns)
+        return int(needed[0]) if len(needed) else None
 
     def _clear_some(self) -> None:
         """Copy the next live rows forward, or drop the front when none are left."""
         try:
             facts = self._next_moves()
-        except CorruptionFound:
+        except CorruptionFound as fault:
+            self.damaged(fault)
             if not self._gave_up_pins():
-                raise
+                self.counters["cleaning_refused"] += 1
+                self._below = 0  # up to it at the next checkpoint
             return
         if facts is None or (not facts and self._in_use(self._below)):
             return
@@ -250,13 +362,13 @@ class Upkeep:
         """None while rows to be copied are on their way from the cold tier."""
         state, below = self.core.state, self._below
         need = self._needed(pinned=not self._clearing_all)
-        size = min(MOVE_BYTES, self.journal.segment_bytes // 4)
+        size = min(MOVE_BYTES, self.journal.segment_bytes // 8)
         batches = space.batches_to_move(state, need, self.journal, below, size)
         if len(batches):
             rows = np.concatenate([state.index.rows_of(int(batch)) for batch in batches])
             tasks = rows[need.tasks[rows]]
             if self._tiering is not None and self._tiering.near(tasks) < len(tasks):
-                if self._tiering.is_lost(tasks) and not self._gave_up_pins():
+                if self._tiering.lost_rows(tasks).any() and not self._gave_up_pins():
                     self.counters["cleaning_refused"] += 1
                     self._below = 0
                 return None
@@ -272,14 +384,18 @@ class Upkeep:
 
     def _drop(self) -> None:
         assert self.newest is not None
-        self._checkpoints.require(self.newest)
         below, self._below = self._below, 0
-        fact = Dropped(below, self.newest.lsn, self.newest.digest)
+        self._lean_on(self.newest, below)
+
+    def _lean_on(self, newest: CheckpointTaken, below: int) -> None:
+        """What is below that LSN is given up, or was: from here on this checkpoint stands for it."""
+        self._checkpoints.require(newest)
+        fact = Dropped(below, newest.lsn, newest.digest)
         self._words.log([fact])
         self._words.commit()
-        self.base = fact
+        self.base, self.base_is_lost = fact, False
         self._finish_drop()
-        self._keep(self.newest)
+        self._keep(newest)
         self.older = None
 
     def _finish_drop(self) -> None:

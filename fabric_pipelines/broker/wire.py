@@ -1,4 +1,4 @@
-"""Wire: how requests, answers and errors travel in Arrow Flight.
+"""Wire: how requests, answers and errors travel in Arrow Flight; on the call socket they are the same in other frames.
 
 Producers use DoPut with plain task batches: the descriptor's command is the submission header (JSON) with
 `"protocol": 1` and, on this machine, `"role": "producer"` beside it; each batch's app_metadata says
@@ -9,6 +9,7 @@ Producers use DoPut with plain task batches: the descriptor's command is the sub
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,7 +76,7 @@ def from_flight_error(
             raise_error(json.loads(rest.partition(_MARK)[0]))
         except FabricError as typed:
             return typed
-    if isinstance(fault, flight.FlightTimedOutError):
+    if isinstance(fault, flight.FlightTimedOutError | BlockingIOError):
         return BrokerUnavailable(
             f"the broker at {endpoint} does not answer in time: see `fabric status` and its log"
         )
@@ -89,4 +90,6 @@ def from_flight_error(
 
 
 def _first_line(fault: Exception) -> str:
+    if isinstance(fault, OSError) and fault.errno:
+        return os.strerror(fault.errno)
     return str(fault).splitlines()[0] if str(fault) else type(fault).__name__

@@ -68,7 +68,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
         more_targets=more,
         gate=valve,
         register=register,
-        require_landed=lambda settled, journal: require_landed(database, settled, journal),
+        require_landed=lambda source, journal: require_landed(database, source, journal),
         say=_say,
     )
 

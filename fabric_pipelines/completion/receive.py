@@ -24,7 +24,7 @@ from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, FabricError,
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.records.settled import Settled, Sums
 
 PULL_WAIT_S = 0.5
 PULLS_HELD = 2
@@ -50,7 +50,8 @@ class Source(Protocol):
 
     def hello(self) -> Hello: ...
     def status(self) -> Status: ...
-    def settled(self) -> Settled: ...
+    def settled_sums(self) -> Sums: ...
+    def settled_page(self, begin: int) -> Settled: ...
     def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None: ...
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int: ...
     def dead(self, task_ids: Any, confirmation: Confirmation, *, requeues: Any = None) -> int: ...
@@ -141,12 +142,12 @@ class Receiver:
     """open_source: makes a broker client. target, more_targets: writers, each with a thread of its own; with more
     than one the last is kept for what is not bulk. register: makes journal and database known to each other, called
     with (journal id, incarnation, tasks retired or dead) on each new connection. require_landed: called after it with
-    what the broker has settled and the journal id, and refuses a database that has not landed all of it. say: one line to people."""
+    that broker and the journal id, and refuses a database that has not landed all that it has settled. say: one line to people."""
 
     open_source: Callable[[], Source]
     target: Target
     register: Callable[[str, int, int], object]
-    require_landed: Callable[[Settled, str], object] = lambda settled, journal_id: None
+    require_landed: Callable[[Source, str], object] = lambda source, journal_id: None
     say: Callable[[str], None] = lambda line: None
     rows: int = ROWS_PER_LANDING
     more_targets: Sequence[Target] = ()
@@ -231,7 +232,7 @@ class Receiver:
         total = source.status().total
         settled = total.retired.tasks + total.dead.tasks
         self.register(info.journal_id, info.incarnation, settled)
-        self.require_landed(source.settled(), info.journal_id)
+        self.require_landed(source, info.journal_id)
         if self._held and info.journal_id != self._journal_id:
             # the journal they came from still has them; this broker knows nothing of them
             self.say(f"dropped {self.holds} tasks of journal {self._journal_id}, which went away")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,21 @@ class Objects:
             except FileNotFoundError:
                 return None
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every object below `prefix`, by key."""
+        with self._asked("list", prefix):
+            try:
+                found = self._files.find(f"{self.root}/{prefix}", detail=True)
+            except FileNotFoundError:
+                return {}
+        head = f"{self.root}/"
+        return {name.removeprefix(head): int(item["size"]) for name, item in found.items()}
+
+    def remove(self, key: str) -> None:
+        """Unconditional; one that is gone already is no fault."""
+        with self._asked("remove", key), suppress(FileNotFoundError):
+            self._files.rm_file(f"{self.root}/{key}")
+
     def put_file(self, key: str, path: Path) -> None:
         """Unconditional: for objects that are named by their own digest."""
         with self._asked("keep", key):
@@ -81,8 +96,7 @@ class Objects:
                     "switch a shard: use one that keeps conditional writes"
                 )
         finally:
-            with self._asked("remove", key):
-                self._files.rm_file(f"{self.root}/{key}")
+            self.remove(key)
 
     def _put(self, key: str, content: bytes, **condition: str) -> bool:
         bucket, path = self._split(key)

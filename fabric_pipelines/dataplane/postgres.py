@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -299,6 +300,26 @@ class EmbeddedPostgres:
         # its log goes on through restarts: the last thing that went wrong is of this one
         wrong = [line for line in lines if WRONG.search(line) or FULL.search(line)]
         return f"{why_ended((wrong or lines)[-1:], self.place.data)} (log: {self.log})"
+
+
+@contextmanager
+def at_hand(settings: Settings, say: Say) -> Iterator[None]:
+    """The embedded server answers for the life of the block: who stopped, or was refused, left it down. One that somebody
+    else runs is used and left alone, and so is the server of `pg_url`; one that was never made is not made."""
+    server = None if settings.pg_url else EmbeddedPostgres.of(settings, say=say)
+    if server is None or not (server.place.data / "PG_VERSION").exists():
+        yield
+        return
+    try:
+        server.start()
+    except AlreadyRunning:
+        yield
+        return
+    say("the embedded Postgres was down: it runs for this command")
+    try:
+        yield
+    finally:
+        server.stop()
 
 
 def server_options() -> dict[str, str]:

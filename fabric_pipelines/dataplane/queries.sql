@@ -167,8 +167,44 @@ from fabric.shard_lease
 where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp()
 for update;
 
+-- name: published
+select name, generation, token, manifest_sha256, manifest, published_at, pruned_at, pinned_at, pin_reason
+from fabric.shard_generation
+where name = %(name)s
+order by generation;
+
+-- name: lock_shard
+-- Publication, pruning and pins of one shard take turns at this row.
+select token from fabric.shard_lease
+where name = %(name)s
+for update;
+
+-- name: lock_held_shard
+select token from fabric.shard_lease
+where name = %(name)s and holder = %(holder)s and token = %(token)s and expires > clock_timestamp()
+for update;
+
+-- name: prune_generation
+update fabric.shard_generation
+set pruned_at = clock_timestamp(), manifest = fabric.manifest_kept(name, generation, manifest)
+where name = %(name)s and generation = %(generation)s and pruned_at is null and pinned_at is null
+  and not fabric.generation_needed(name, generation);
+
+-- name: forget_audits
+delete from fabric.shard_audit where shard = %(name)s and generation = %(generation)s;
+
+-- name: pin_generation
+update fabric.shard_generation
+set pinned_at = clock_timestamp(), pin_reason = %(reason)s
+where name = %(name)s and generation = %(generation)s and pruned_at is null;
+
+-- name: unpin_generation
+update fabric.shard_generation
+set pinned_at = null, pin_reason = null
+where name = %(name)s and generation = %(generation)s and pinned_at is not null;
+
 -- name: current_generation
-select name, generation, token, manifest_sha256, manifest, published_at
+select name, generation, token, manifest_sha256, manifest, published_at, pruned_at, pinned_at, pin_reason
 from fabric.shard_generation
 where name = %(name)s and (%(generation)s::bigint is null or generation = %(generation)s)
 order by generation desc
@@ -317,7 +353,11 @@ from unnest(
     %(ids)s::int8multirange
     - coalesce(
         (
-            select range_agg(coalesce(ids, int8multirange(int8range(first_task, last_task, '[]'))))
+            -- a landing of scattered ids reaches far beyond the page that is asked for
+            select range_agg(
+                coalesce(ids, int8multirange(int8range(first_task, last_task, '[]')))
+                * int8multirange(int8range(%(first)s, %(end)s))
+            )
             from fabric.acks
             where last_task >= %(first)s and first_task < %(end)s and (ids is not null or %(whole)s)
         ),
@@ -326,6 +366,29 @@ from unnest(
     - coalesce((select range_agg(ids) from fabric.given_up), '{}')
 ) as missing (run)
 order by 1
+
+-- name: proven
+-- Nothing, unless the landings that it rests on are what they were.
+select p.page, p.tasks, p.mark
+from fabric.proven as p
+join fabric.proven_by as b using (journal_id)
+where journal_id = %(journal_id)s
+  and (b.landings, b.mark) = (select landings, mark from fabric.landings_below(b.below))
+  and b.given_up = (select coalesce(sum(tasks), 0) from fabric.given_up);
+
+-- name: prove_page
+insert into fabric.proven as known (journal_id, page, tasks, mark)
+values (%(journal_id)s, %(page)s, %(tasks)s, %(mark)s)
+on conflict (journal_id, page) do update set tasks = excluded.tasks, mark = excluded.mark;
+
+-- name: proven_by
+insert into fabric.proven_by as known (journal_id, below, landings, mark, given_up)
+select %(journal_id)s, now.below, found.landings, found.mark,
+       (select coalesce(sum(tasks), 0) from fabric.given_up)
+from (select pg_snapshot_xmin(pg_current_snapshot()) as below) as now
+cross join lateral fabric.landings_below(now.below) as found
+on conflict (journal_id) do update
+    set below = excluded.below, landings = excluded.landings, mark = excluded.mark, given_up = excluded.given_up;
 
 -- name: give_up
 insert into fabric.given_up (ids, tasks) values (%(ids)s::int8multirange, %(tasks)s);
@@ -399,6 +462,9 @@ select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 
 -- name: relation_kind
 select relkind::text from pg_class where oid = to_regclass(%(relation)s);
+
+-- name: forget_watches_from_elsewhere
+select fabric.forget_watches_from_elsewhere();
 
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);

@@ -120,6 +120,7 @@ def watch(database: Database, source: Source) -> None:
         }
         # A role that may read a relation need not own it; its shard is audited like that of a view.
         with suppress(psycopg.errors.InsufficientPrivilege):
+            connection.execute(query("forget_watches_from_elsewhere"))
             connection.execute(query("watch"), wanted)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -40,12 +40,27 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRow:
+    """pruned_at: since when its bytes are gone by policy; then `manifest` is empty if a receipt says the same."""
+
     name: str
     generation: int
     token: int
     manifest_sha256: str
     manifest: Mapping[str, Any]
     published_at: datetime
+    pruned_at: datetime | None = None
+    pinned_at: datetime | None = None
+    pin_reason: str | None = None
+
+    @property
+    def pruned(self) -> str | None:
+        """What became of its bytes, in one sentence; None while they are kept."""
+        if self.pruned_at is None:
+            return None
+        return (
+            f"generation {self.generation} of shard {self.name!r}: its bytes were pruned by policy on "
+            f"{self.pruned_at.astimezone(UTC):%Y-%m-%d} (setting shard_generations_kept); its receipt stays"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +202,43 @@ def current_generation(
     """The newest generation of shard `name`, or the given one; None if there is none."""
     with database.session() as connection:
         return _generation(connection, name, generation)
+
+
+def published(database: Database, name: str) -> list[GenerationRow]:
+    """All that were ever published of shard `name`, oldest first."""
+    with database.session() as connection:
+        rows = connection.execute(query("published"), {"name": name}).fetchall()
+    return [GenerationRow(*row) for row in rows]
+
+
+def prune_generation(database: Database, lease: ShardLease, *, generation: int) -> bool:
+    """Say that the bytes of `generation` go, under the lock that publication takes. False, and nothing changed, for one
+    that is needed (current, pinned, under a pin, on a card) or pruned already. Raises FencingLost."""
+    values = {**_lease_fields(lease), "generation": generation}
+    with database.session() as connection, connection.transaction():
+        connection.execute(query("durable_commits"))  # before the files go
+        if connection.execute(query("lock_held_shard"), values).rowcount != 1:
+            raise _fencing_lost(lease)
+        done = connection.execute(query("prune_generation"), values).rowcount == 1
+        if done:
+            connection.execute(query("forget_audits"), values)
+    return done
+
+
+def pin_generation(database: Database, name: str, generation: int, reason: str) -> bool:
+    """Keep `generation` and what its rebuild needs whatever the policy says. False when it is not there any more."""
+    values = {"name": name, "generation": generation, "reason": reason}
+    with database.session() as connection, connection.transaction():
+        connection.execute(query("durable_commits"))
+        connection.execute(query("lock_shard"), {"name": name})
+        return connection.execute(query("pin_generation"), values).rowcount == 1
+
+
+def unpin_generation(database: Database, name: str, generation: int) -> bool:
+    """Leave `generation` to the policy again. False when it had no pin."""
+    values = {"name": name, "generation": generation}
+    with database.session() as connection:
+        return connection.execute(query("unpin_generation"), values).rowcount == 1
 
 
 def shard_names(database: Database) -> list[str]:

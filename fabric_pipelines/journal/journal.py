@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +57,16 @@ from fabric_pipelines.journal.segment import (
     Holding,
     Segment,
     Source,
+    extents_of,
     frame_at,
+    frames_of_kind,
 )
 from fabric_pipelines.journal.shelf import Shelf
 from fabric_pipelines.journal.store import ObjectStore
 from fabric_pipelines.journal.stub import Stub
 from fabric_pipelines.journal.watch import loss_of
 
-FREE_KEPT = 2  # files kept for the next segments when others go cold
+FREE_KEPT = 2  # files kept at least for the next segments when others go cold
 OS_FILE_OPS = OsFileOps()
 
 
@@ -104,6 +107,8 @@ class Journal:
         self._durable_lsn = recovered.report.last_lsn
         self._recorded_lsn = recovered.report.recorded_durable_lsn
         self._watched_lsn = self._durable_lsn
+        self.frame_max = segment_bytes // 8
+        self._kept, self._half = FREE_KEPT, segment_bytes * 3 // 8 - CONTROL_FRAME_BYTES
         self._stopped = ""
         self._stopped_as: type[StorageFailed] | type[HomeGone] = StorageFailed
         self._syncing = threading.Lock()
@@ -181,22 +186,11 @@ class Journal:
 
     def lsns_of(self, kind: int) -> list[int]:
         """The frames of one kind, in order, without reading them."""
-        found: list[int] = []
-        for segment in self._segments:
-            hits = np.flatnonzero(np.frombuffer(segment.kinds, np.uint16) == kind)
-            found += (hits + segment.first_lsn).tolist()
-        return found
+        return frames_of_kind(self._segments, kind)
 
     def extents(self, lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of each frame, with the control frames behind it; 0 for those not held."""
-        sizes = np.zeros(len(lsns), np.int64)
-        for segment in self._segments:
-            mine = np.flatnonzero((lsns >= segment.first_lsn) & (lsns <= segment.last_lsn))
-            if len(mine):
-                ends = np.append(np.frombuffer(segment.offsets, np.uint64), segment.end)
-                spans = np.diff(ends.astype(np.int64))
-                sizes[mine] = spans[lsns[mine] - segment.first_lsn]
-        return sizes
+        return extents_of(self._segments, lsns)
 
     @property
     def bytes_used(self) -> int:
@@ -209,14 +203,48 @@ class Journal:
         spare = self.segment_bytes if self._shelf.spare else 0
         return sum(s.size for s in self._segments if not s.cold) + spare
 
-    def room_bytes(self) -> int:
-        """What the disk can still take as frames, less the part of each segment that not every frame may use: the
-        rest of this one, and whole segments in reserve, recycled, or out of free space."""
-        free = self._ops.free_bytes(self.folder) // self.segment_bytes
-        whole = free + self._shelf.count
+    @property
+    def held_bytes(self) -> int:
+        """What goes into space that is allocated already: all but `frame_max` of each segment, which its end may lose."""
         active = self._segments[-1]
-        rest = max(active.size * 7 // 8 - active.end - self._group_bytes, 0)
-        return whole * (self.segment_bytes * 7 // 8) + rest
+        rest = active.size - active.end - self._group_bytes - 2 * CONTROL_FRAME_BYTES
+        return max(rest - self.frame_max, 0) + self.held_behind
+
+    @property
+    def held_behind(self) -> int:
+        """`held_bytes` without this segment."""
+        return self._shelf.count * self._whole_bytes
+
+    @property
+    def _whole_bytes(self) -> int:
+        return max(self.segment_bytes - self.frame_max - 3 * CONTROL_FRAME_BYTES, 0)
+
+    @property
+    def room_bytes(self) -> int:
+        """`held_bytes`, and as much as free space of the disk would add."""
+        free = max(self._ops.free_bytes(self.folder), 0) // self.segment_bytes
+        return self.held_bytes + free * self._whole_bytes
+
+    def hold(self, size: int) -> int:
+        """See to it that `held_bytes` is at least so much, out of free space, as far as that goes; how much it is."""
+        self._kept = max(FREE_KEPT, -(-size // max(self._whole_bytes, 1)))
+        while self.held_bytes < size and self._whole_bytes:
+            self.watch()  # a new file could come to lie under the name of a missing one
+            with self._failing_stops("preparing a segment"):
+                full = self._ops.free_bytes(self.folder) < self.segment_bytes
+                if full or not self._shelf.more():
+                    break
+        return self.held_bytes
+
+    def release(self, size: int) -> None:
+        """Give back free files as long as so many bytes stay held."""
+        while self.held_bytes - self._whole_bytes >= size and self._shelf.free:
+            with self._failing_stops("giving back free files"):
+                self._shelf.less()
+
+    def fits(self, frame_bytes: int) -> bool:
+        """Whether such a frame goes into this segment."""
+        return self._fits(self._group_bytes + frame_bytes + CONTROL_FRAME_BYTES)
 
     def append(
         self,
@@ -227,14 +255,13 @@ class Journal:
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
-        spare_last: bool = False,
+        keep: int | None = None,
     ) -> int:
         """Put a frame into the open group and return its LSN; durable only once `commit` returned.
 
         The buffers are kept, not copied: leave them alone until then. Raises StorageFailed with nothing
-        appended, and goes on working, when the disk has no room for the next segment. An `essential` frame (one that
-        frees space in the end) may use the half segment that is kept from the others, with `spare_last` all of
-        it but the last eighth of the segment.
+        appended, and goes on working, when the disk has no room for it. Frames that are not `essential` leave
+        `keep` bytes of `held_bytes` to those that are, or half a segment.
         """
         self._require_working()
         assert 0 < kind <= DATA_KIND_MAX, f"frame kind {kind} belongs to the journal itself"
@@ -242,18 +269,17 @@ class Journal:
         parts = tuple(memoryview(part).cast("B") for part in several)
         crc, length = payload_crc(parts)
         pending = Pending(kind, schema_id, rows, time_us, length, crc, parts)
-        share = (7 / 8 if spare_last else 1.0) if essential else 1 / 2
-        self._make_room(self._group_bytes + pending.frame_bytes, share)
+        self._make_room(pending.frame_bytes, None if essential else keep or self._half)
         lsn = self.next_lsn
         self._group.append(pending)
         self._group_bytes += pending.frame_bytes
         return lsn
 
-    def require_room(self, size: int) -> None:
+    def require_room(self, size: int, keep: int | None = None) -> None:
         """Raise what `append` would for frames that are not essential and take `size` bytes in all; the next
         appends of that size find their room."""
         self._require_working()
-        self._make_room(self._group_bytes + size, 1 / 2)
+        self._make_room(size, keep or self._half)
 
     def commit(self) -> int:
         """Write the open group and return the durable LSN once `fdatasync` did. Any I/O error is
@@ -346,9 +372,8 @@ class Journal:
         return self.cold.stream(segment) if segment.cold else segment.source(self._ops)
 
     def view(self, lsn: int) -> tuple[Frame, bool]:
-        """The frame `lsn` for taking a few rows out of it, and whether it is a view of a sealed segment. Such
-        a payload is compared with its CRC once, at the open, the write or the first read, and then no more: a
-        batch of tasks is megabytes, and a lease needs a row of each of hundreds."""
+        """The frame `lsn`, and whether it is a view of a sealed segment: then it is what was written now, and what the
+        file has later on is for the reader to look after."""
         self._require_working()
         if not self.first_lsn <= lsn <= self._written_lsn:
             return self.read(lsn), False
@@ -358,8 +383,15 @@ class Journal:
         if segment.mapped is None:
             with self._failing_stops("mapping a segment"):
                 segment.source(self._ops)
-        trusted = segment.is_read(lsn)
-        return self._frame(segment, segment.source(self._ops), lsn, trusted=trusted), True
+        return self._frame(segment, segment.source(self._ops), lsn), True
+
+    def is_sealed(self, lsn: int) -> bool:
+        """Whether that frame lies in a segment that nothing is written to any more."""
+        return self._segment_of(lsn).sealed
+
+    def kind_of(self, lsn: int) -> int:
+        """Of a frame that is held."""
+        return (segment := self._segment_of(lsn)).kinds[lsn - segment.first_lsn]
 
     def recycle_below(self, lsn: int) -> int:
         """Give up the sealed segments that end below `lsn`; returns how many. The decision is durable
@@ -410,7 +442,7 @@ class Journal:
         assert segment is not None, f"epoch {stub.epoch} is not held"
         assert not segment.cold, f"epoch {stub.epoch} went cold before"
         with self._failing_stops("giving up a file that went cold"):
-            self._shelf.let_go(segment, keep=FREE_KEPT)
+            self._shelf.let_go(segment, keep=self._kept)
             self._shelf.take_back()
         segment.path, segment.fd, segment.cold = self.folder / stub.file_name, -1, True
 
@@ -466,10 +498,10 @@ class Journal:
             self._seal(recovered.unfinished_roll, recovered.chain)
         self._mark(OPENED)
 
-    def _frame(self, segment: Segment, source: Source, lsn: int, *, trusted: bool = False) -> Frame:
+    def _frame(self, segment: Segment, source: Source, lsn: int) -> Frame:
         offset = segment.offsets[lsn - segment.first_lsn]
         try:  # no context manager: a lease comes by here for each frame
-            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt, trusted=trusted)
+            found = frame_at(source, offset, epoch=segment.epoch, salt=self._salt)
         except OSError as fault:
             raise self._stop(fault, "reading") from fault
         if found is None or not segment.is_own(lsn, found.header):
@@ -484,8 +516,7 @@ class Journal:
                 "the file from a copy",
                 [place.as_json(segment.path)],
             )
-        if not trusted:
-            segment.mark_read(lsn)
+        segment.mark_read(lsn)
         header = found.header
         return Frame(
             header.lsn, header.kind, header.schema_id, header.rows, header.time_us, found.payload
@@ -499,20 +530,28 @@ class Journal:
         segment = segment or self._segments[-1]
         return segment.end + size + CONTROL_FRAME_BYTES <= segment.size
 
-    def _make_room(self, group_bytes: int, share: float) -> None:
-        """See to it that a group of so many bytes can be written, if need be by preparing a segment now. Without
-        a spare one, only within that share of the segment."""
-        size = group_bytes + CONTROL_FRAME_BYTES
+    def _make_room(self, frame_bytes: int, keep: int | None) -> None:
+        """See to it that so many bytes fit, if need be in a segment that is prepared now, with `keep` held behind them."""
+        size = self._group_bytes + frame_bytes + CONTROL_FRAME_BYTES
         most = self.segment_bytes - FIRST_FRAME_OFFSET - CONTROL_FRAME_BYTES
         if size > most:
             raise UsageError(
                 f"a commit group of {size} bytes does not fit a segment, which takes {most}: commit more "
                 "often or raise segment_bytes"
             )
-        active = self._segments[-1]
-        within = share == 1.0 or active.end + size <= active.size * share
-        if self._shelf.spare is None and not (self._fits(size) and within):
+        if keep is not None:
+            self._require_kept(frame_bytes, keep)
+        if not self._fits(size):
+            if self._group and self.fits(0):
+                self.write()  # what a segment loses at its end is less than one frame
             self._prepare()
+
+    def _require_kept(self, frame_bytes: int, keep: int) -> None:
+        wanted = keep + frame_bytes
+        while (left := self.held_bytes if self.fits(frame_bytes) else self.held_behind) < wanted:
+            before = self.held_bytes
+            if self.hold(before + wanted - left) == before:
+                raise journal_failed(self.folder, OSError(ENOSPC, ""), "keeping room for results")
 
     def _prepare(self) -> None:
         """See to it that the next segment has its file."""

@@ -7,9 +7,13 @@ over a sealed one. A mapping of a file that is still written would turn a disk e
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.journal.files import FileOps, read_exactly
@@ -131,9 +135,6 @@ class Segment:
             return False
         return not self.knows_frames or header.crc == self.crcs[lsn - self.first_lsn]
 
-    def is_read(self, lsn: int) -> bool:
-        return self.unread is None or not self.unread[lsn - self.first_lsn]
-
     def mark_read(self, lsn: int) -> None:
         if self.unread is not None:
             self.unread[lsn - self.first_lsn] = 0
@@ -152,6 +153,27 @@ class Segment:
         return self.mapped
 
 
+def frames_of_kind(segments: Iterable[Segment], kind: int) -> list[int]:
+    """LSNs, in order, without reading any frame."""
+    found: list[int] = []
+    for segment in segments:
+        hits = np.flatnonzero(np.frombuffer(segment.kinds, np.uint16) == kind)
+        found += (hits + segment.first_lsn).tolist()
+    return found
+
+
+def extents_of(segments: Iterable[Segment], lsns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes of each frame, with the control frames behind it; 0 for those of no segment."""
+    sizes = np.zeros(len(lsns), np.int64)
+    for segment in segments:
+        mine = np.flatnonzero((lsns >= segment.first_lsn) & (lsns <= segment.last_lsn))
+        if len(mine):
+            ends = np.append(np.frombuffer(segment.offsets, np.uint64), segment.end)
+            spans = np.diff(ends.astype(np.int64))
+            sizes[mine] = spans[lsns[mine] - segment.first_lsn]
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A whole frame: both CRCs hold and the epoch is the one asked for."""
@@ -162,10 +184,8 @@ class Found:
     control: Control | None
 
 
-def frame_at(
-    source: Source, offset: int, *, epoch: int | None, salt: int, trusted: bool = False
-) -> Found | None:
-    """The whole frame of `epoch` (None: any) at `offset`, or None. The payload of a `trusted` one is not read."""
+def frame_at(source: Source, offset: int, *, epoch: int | None, salt: int) -> Found | None:
+    """The whole frame of `epoch` (None: any) at `offset`, or None."""
     raw = source.at(offset, HEADER_BYTES)
     header = unpack_header(raw, salt)
     if header is None or (epoch is not None and header.epoch != epoch):
@@ -175,7 +195,7 @@ def frame_at(
     body = whole[HEADER_BYTES:]
     if len(body) != body_bytes:
         return None
-    if not trusted and crc32c(body) != header.payload_crc:
+    if crc32c(body) != header.payload_crc:
         return None
     payload = body[: header.length]
     control = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_pipelines.errors import StorageFailed
 from fabric_pipelines.journal.faults import FULL, journal_failed
 from fabric_pipelines.journal.files import FileOps
 from fabric_pipelines.journal.segment import SUFFIX, Segment
@@ -35,7 +36,10 @@ class Shelf:
         free: list[Path],
     ) -> None:
         self._ops, self._folder, self._segment_bytes = ops, folder, segment_bytes
-        self._fds, self.free = fds, free
+        self._fds = fds
+        whole = [path for path in free if path in fds and ops.size(fds[path]) >= segment_bytes]
+        self.free = whole
+        self._short = [path for path in free if path not in whole]  # they need new space to be one
         self.spare: Spare | None = None
         self._lent: list[tuple[Path, int, memoryview]] = []
 
@@ -50,15 +54,38 @@ class Shelf:
         if self.spare is not None:
             return
         self.take_back()
-        if self.free:
-            path = self.free.pop(0)
-            fd = self._fds[path] if path in self._fds else self._ops.open(path)
-        else:
-            path = self._folder / f"{self._next_number():08d}{SUFFIX}"
-            fd = self._ops.open(path, create=True)
+        path = self.free.pop(0) if self.free else self._new()
+        self.spare = Spare(path, self._allocated(path))
+
+    def more(self) -> bool:
+        """Have one more that is free, out of new space; False, with nothing changed, when the disk is full."""
+        path = self._new()
+        try:
+            self._allocated(path)
+        except StorageFailed:
+            return False
+        self.free.append(path)
+        return True
+
+    def less(self) -> None:
+        """One that is free goes."""
+        path = self.free.pop()
+        if path in self._fds:
+            self._ops.close(self._fds.pop(path))
+        self._ops.unlink(path)
+
+    def _new(self) -> Path:
+        if self._short:
+            return self._short.pop(0)
+        path = self._folder / f"{self._next_number():08d}{SUFFIX}"
+        self._fds[path] = self._ops.open(path, create=True)
+        return path
+
+    def _allocated(self, path: Path) -> int:
+        fd = self._fds[path] if path in self._fds else self._ops.open(path)
         self._fds[path] = fd
         self._allocate(path, fd)
-        self.spare = Spare(path, fd)
+        return fd
 
     def _allocate(self, path: Path, fd: int) -> None:
         try:
@@ -103,6 +130,6 @@ class Shelf:
 
     def _give_up(self, path: Path, size: int) -> None:
         if size == self._segment_bytes:
-            self.free.append(path)
+            self.free.insert(0, path)  # pages that were written once take less the second time
         else:
             self._ops.unlink(path)

@@ -36,8 +36,13 @@ from fabric_pipelines.shards.blocks import Block
 from fabric_pipelines.shards.building import full_recipe
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.difference import Difference, field_differences
-from fabric_pipelines.shards.disk import DISK
-from fabric_pipelines.shards.generation import Generation, write_generation
+from fabric_pipelines.shards.disk import DISK, reading
+from fabric_pipelines.shards.generation import (
+    SCRATCH,
+    Generation,
+    sweep_scratch,
+    write_generation,
+)
 from fabric_pipelines.shards.increment import change_of, grow
 from fabric_pipelines.shards.manifest import FileEntry, ShardManifest
 from fabric_pipelines.shards.quality import K, sample
@@ -49,6 +54,7 @@ Verdict = Literal["identical", "logical", "equivalent", "different"]
 CENTROID_TOLERANCE = 1e-6
 SAME_LIST_SHARE = 0.99
 RECALL_TOLERANCE = 0.005
+PRUNED = "pruned"
 PARAMETERS = ("lists", "seed", "metric", "iterations", "lists_per_block")
 
 
@@ -81,13 +87,14 @@ def rebuild(
     store = store_of(db)
     row = find(store, receipt_id)
     receipt = Receipt.from_statement(row.statement)
-    original, damage = _original(store, root, row)
+    original, found_first = _opened(store, root, row.shard, row.generation)
+    damage = [found for found in found_first if found.found != PRUNED]
     spec = _spec(receipt, overrides or {}, original)
     rows = store.read_source(source_of(receipt.source))
     moved = rows.state.content != content_then(receipt.source)
     recipe = full_recipe(_given(receipt.recipe), spec)
     differences = [
-        *damage,
+        *found_first,
         *place_differences(receipt.source, rows.state),
         *(moved_rows(rows, receipt.source, original) if moved else ()),
         *field_differences(
@@ -148,20 +155,18 @@ def compare(
     return ("equivalent" if close else "different"), differences
 
 
-def _original(
-    store: VectorStore, root: Path, row: ReceiptRow
-) -> tuple[Shard | None, list[Difference]]:
-    """The generation that the receipt is of, or None and why it cannot be trusted."""
-    return _opened(store, root, row.shard, row.generation)
-
-
 def _opened(
     store: VectorStore, root: Path, name: str, number: int
 ) -> tuple[Shard | None, list[Difference]]:
+    """The generation, or None and why it cannot be trusted: damage, or PRUNED by policy."""
+    published = store.current_generation(name, number)
+    if published is not None and published.pruned:
+        return None, [Difference("generation", str(number), PRUNED, published.pruned)]
     try:
         generation = open_generation(store, root, name, number)
-        damage = list(damaged_files(generation))
-        return (None if damage else Shard(generation)), damage
+        with reading(generation.folder):
+            damage = list(damaged_files(generation))
+            return (None if damage else Shard(generation)), damage
     except FabricError as fault:
         return None, [Difference("generation", str(number), "unreadable", str(fault))]
 
@@ -235,7 +240,7 @@ def _spec(receipt: Receipt, overrides: Mapping[str, Any], original: Shard | None
     if training == "none":
         if original is None:
             raise StorageFailed(
-                "this generation kept the centroids of an older one, and its own files are damaged: "
+                "this generation kept the centroids of an older one, and its own files are damaged or pruned: "
                 "bring its folder back, or build with new centroids"
             )
         fields["centroids"] = original.centroids()
@@ -278,13 +283,15 @@ def _written(
 
 @contextmanager
 def _scratch(root: Path) -> Iterator[Path]:
-    """A folder beside the shards, so on their disk, gone afterwards."""
+    """A folder beside the shards, so on their disk, gone afterwards; what a killed rebuild left goes first."""
+    sweep_scratch(DISK, root)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".rebuild-", dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=root))
     except OSError as fault:
         raise StorageFailed(f"cannot make a scratch folder in {root}: {fault.strerror}") from fault
     try:
-        yield folder
+        with reading(folder):
+            yield folder
     finally:
         shutil.rmtree(folder)
 

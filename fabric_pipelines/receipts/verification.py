@@ -36,11 +36,14 @@ IDENTITY = ("source", "recipe", "outputs", "parents")
 
 @dataclass(frozen=True, slots=True)
 class Verification:
+    """pruned: the sentence on the bytes that were pruned by policy, which are not compared then; all else is."""
+
     ok: bool
     receipt_id: str
     shard: str
     generation: int
     differences: tuple[Difference, ...]
+    pruned: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,8 +53,20 @@ def verify(db: Database | VectorStore, root: Path, receipt_id: str) -> Verificat
     """Check receipt `receipt_id` (or an unambiguous prefix). UsageError when there is none."""
     store = store_of(db)
     row = find(store, receipt_id)
-    differences = tuple(_differences(store, root, row))
-    return Verification(not differences, row.receipt_id, row.shard, row.generation, differences)
+    published = store.current_generation(row.shard, row.generation)
+    differences = tuple(_differences(store, root, row, published))
+    now = store.current_generation(row.shard, row.generation)
+    if now is not None and now.pruned and not (published and published.pruned):
+        published = now  # pruned while it was read
+        differences = tuple(_differences(store, root, row, published))
+    return Verification(
+        not differences,
+        row.receipt_id,
+        row.shard,
+        row.generation,
+        differences,
+        published.pruned if published else None,
+    )
 
 
 def find(store: VectorStore, receipt_id: str) -> ReceiptRow:
@@ -63,12 +78,13 @@ def find(store: VectorStore, receipt_id: str) -> ReceiptRow:
     return row
 
 
-def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Difference]:
+def _differences(
+    store: VectorStore, root: Path, row: ReceiptRow, published: GenerationRow | None
+) -> Iterator[Difference]:
     predicate = _mapping(row.statement.get("predicate"))
     changed = list(_self_differences(row, predicate))
     yield from changed
     yield from _parent_differences(store, row, predicate)
-    published = store.current_generation(row.shard, row.generation)
     generation = None
     if published is None:
         yield Difference(
@@ -80,7 +96,7 @@ def _differences(store: VectorStore, root: Path, row: ReceiptRow) -> Iterator[Di
     else:
         yield from _row_differences(predicate, published)
         try:
-            generation = _open(root, published)
+            generation = None if published.pruned else _open(root, published)
         except FabricError as fault:
             yield Difference("manifest.json", published.manifest_sha256, "unreadable", str(fault))
     shard = None

@@ -63,6 +63,9 @@ class Submission:
             raise UsageError(f"not a submission header: {fault}") from fault
 
 
+_COLUMNS = ("tokens", "lengths", "new", "rows", "meta", "metalen")
+
+
 class Fingerprinter:
     """Running totals and sha256 over the logical content of task batches in order.
 
@@ -72,25 +75,30 @@ class Fingerprinter:
 
     __slots__ = ("_parts", "tasks", "tokens")
 
-    def __init__(self) -> None:
-        self.tasks = self.tokens = 0
-        self._parts = {
-            name: hashlib.sha256()
-            for name in ("tokens", "lengths", "new", "rows", "meta", "metalen")
-        }
+    def __init__(self, begun: Fingerprinter | None = None) -> None:
+        """Goes on where `begun` is, which stays as it is."""
+        if begun is None:
+            self.tasks = self.tokens = 0
+            self._parts = {name: hashlib.sha256() for name in _COLUMNS}
+        else:
+            self.tasks, self.tokens = begun.tasks, begun.tokens
+            self._parts = {name: part.copy() for name, part in begun._parts.items()}
 
     def update(self, batch: pa.RecordBatch) -> None:
-        lengths = token_counts(batch)
+        self.count(batch)
+        self.hash(batch)
+
+    def count(self, batch: pa.RecordBatch) -> None:
+        """The totals alone; `hash` of the same batch has to follow, in the same order."""
         self.tasks += batch.num_rows
-        self.tokens += int(lengths.sum())
-        for name, content in zip(self._parts, logical_columns(batch), strict=True):
+        self.tokens += int(token_counts(batch).sum())
+
+    def hash(self, batch: pa.RecordBatch) -> None:
+        for name, content in zip(_COLUMNS, logical_columns(batch), strict=True):
             self._parts[name].update(content)
 
     def copy(self) -> Fingerprinter:
-        made = Fingerprinter()
-        made.tasks, made.tokens = self.tasks, self.tokens
-        made._parts = {name: part.copy() for name, part in self._parts.items()}
-        return made
+        return Fingerprinter(self)
 
     def hexdigest(self) -> str:
         parts = self._parts

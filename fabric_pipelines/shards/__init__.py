@@ -9,6 +9,7 @@ from fabric_pipelines.shards.opening import open_shard
 from fabric_pipelines.shards.recall import Recall, recall_of
 from fabric_pipelines.shards.renewal import Audit, Refreshed, audit, refresh
 from fabric_pipelines.shards.residence import DeviceShard, Residence
+from fabric_pipelines.shards.retention import Pruned, pin, prune, unpin
 from fabric_pipelines.shards.scrub import ScrubReport, scrub
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.trial import Trial, trial
@@ -21,6 +22,7 @@ __all__ = [
     "Generation",
     "Judged",
     "Neighbour",
+    "Pruned",
     "Recall",
     "Refreshed",
     "Residence",
@@ -35,9 +37,12 @@ __all__ = [
     "neighbours",
     "open_generation",
     "open_shard",
+    "pin",
+    "prune",
     "recall_of",
     "record",
     "refresh",
     "scrub",
     "trial",
+    "unpin",
 ]

@@ -113,16 +113,22 @@ def janitor(db: Database | VectorStore, root: Path, name: str, *, disk: Disk = D
 
 
 @contextmanager
-def holding(store: VectorStore, root: Path, name: str, disk: Disk = DISK) -> Iterator[ShardLease]:
-    """The shard's folder lock and its lease in the database, both given back at the end."""
+def holding(
+    store: VectorStore, root: Path, name: str, disk: Disk = DISK, *, copy: str = ""
+) -> Iterator[ShardLease]:
+    """The shard's folder lock and its lease in the database, both given back at the end; or those of its copy at the
+    URL `copy`."""
     folder = shard_folder(root, name)
     if not folder.is_dir():
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
     busy = f"another process of this machine builds in {folder}; wait until it is done"
-    with locked(folder / ".lock", busy):
+    if copy:
+        busy = f"another process of this machine works on the copy of {name!r} at {copy}; wait until it is done"
+    mark = hashlib.sha256(copy.encode()).hexdigest()[:12]
+    with locked(folder / (f".copy-{mark}.lock" if copy else ".lock"), busy):
         holder = f"{socket.gethostname()}:{folder.resolve()}"
-        lease = store.acquire_shard(name, holder, ttl_s=LEASE_TTL_S)
+        lease = store.acquire_shard(f"{name}@{copy}" if copy else name, holder, ttl_s=LEASE_TTL_S)
         try:
             yield lease
         finally:
@@ -192,7 +198,7 @@ def build_next(
     store.watch(source)
     rows = store.read_source(source)
     require_made_by(rows.state, whole)
-    content = content_of(rows, spec, _Beat(store, lease))
+    content = content_of(rows, spec, Beat(store, lease))
     manifest = content.manifest(
         name=lease.name,
         generation=store.last_generation(lease.name) + 1,
@@ -238,7 +244,7 @@ def _centroids(folder: Path, manifest_sha256: str) -> np.ndarray[Any, np.dtype[n
     return map_array(folder / entry.path, "<f8", (manifest.lists, manifest.dim))
 
 
-class _Beat:
+class Beat:
     """Renews the lease once a third of it has gone."""
 
     def __init__(self, store: VectorStore, lease: ShardLease) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fabric_pipelines.errors import AlreadyRunning, StorageFailed
+from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, StorageFailed
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full: free space, then build again",
@@ -105,6 +105,64 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         except BlockingIOError as fault:
             raise AlreadyRunning(busy) from fault
         yield
+    finally:
+        os.close(handle)
+
+
+def opened_for_reading(folder: Path) -> int:
+    """A handle that keeps `folder` from being pruned until it is closed, or this process ends. CorruptionFound when the
+    folder is not there (any more)."""
+    gone = (
+        f"{folder} is not there, or is being pruned at this moment: open the current generation; if this is it, "
+        "bring the folder back or build the shard anew"
+    )
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as fault:
+        raise CorruptionFound(gone) from fault
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        there = folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle))
+    except BlockingIOError:
+        there = False
+    except OSError:
+        there = True  # no locks on this file system: then nothing is pruned on it either
+    if not there:
+        os.close(handle)
+        raise CorruptionFound(gone)
+    return handle
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """`folder` is not pruned for the life of the block."""
+    handle = opened_for_reading(folder)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[bool]:
+    """Whether `folder` is there and nobody reads in it; if so, nobody begins to for the life of the block. Raises
+    StorageFailed."""
+    with _reported("lock", folder):
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            handle = -1
+    if handle < 0:
+        yield False
+        return
+    try:
+        with _reported("lock", folder):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            except BlockingIOError:
+                free = False
+        yield free
     finally:
         os.close(handle)
 

@@ -11,6 +11,7 @@ old file was hashed: rot is not inherited. This module refuses to change or dele
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ from pathlib import Path
 from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
 from fabric_pipelines.errors import CorruptionFound, UsageError
 from fabric_pipelines.shards.blocks import Block, file_sha256
-from fabric_pipelines.shards.disk import Disk
+from fabric_pipelines.shards.disk import Disk, unread
 from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
 from fabric_pipelines.shards.store import VectorStore
 
+SCRATCH = ".rebuild-"
+SCRATCH_GRACE_S = 60.0
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDER_PATTERN = re.compile(r"g(\d{6,})-t(\d+)")
-_TEMP_PATTERN = re.compile(r"\.g\d{6,}-t\d+\.tmp")
+_TEMP_PATTERN = re.compile(r"\.g\d{6,}-t\d+\.(?:tmp|pruned)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ def write_generation(
 
 
 def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> list[str]:
-    """Remove temp folders and generations that were never published; returns their names.
+    """Remove temp folders, generations that were never published and those that were pruned and that nobody reads;
+    returns their names.
 
     Only the holder of the newest token may: whoever wrote them holds an older one and can no longer publish."""
     removed = []
@@ -103,7 +107,17 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
         if named:
             number, token = int(named[1]), int(named[2])
             row = store.current_generation(lease.name, number)
-            if token >= lease.token or (row is not None and row.token == token):
+            if row is not None and row.token == token:
+                if not row.pruned:
+                    continue
+                with unread(path) as free:
+                    hidden = hide(disk, path) if free else None
+                if hidden is not None:
+                    disk.remove_folder(hidden)
+                    removed.append(path.name)
+                continue
+            # of our own token is what a database restored from an older state has forgotten: we wrote nothing yet
+            if token > lease.token:
                 continue
         elif not _TEMP_PATTERN.fullmatch(path.name):
             continue
@@ -112,8 +126,30 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
     return removed
 
 
+def sweep_scratch(disk: Disk, root: Path) -> list[str]:
+    """Remove what killed rebuilds left beside the shards; returns the names. One that is at work holds a lock on its folder,
+    and is not yet looked at in its first minute, before it has it."""
+    removed = []
+    for path in sorted(root.glob(f"{SCRATCH}*")):
+        with unread(path) as free:
+            if free and time.time() - path.stat().st_mtime >= SCRATCH_GRACE_S:
+                disk.remove_folder(path)
+                removed.append(path.name)
+    return removed
+
+
+def hide(disk: Disk, folder: Path) -> Path:
+    """Put a pruned generation, which the caller has locked, out of the readers' way; returns what is to be removed."""
+    hidden = folder.with_name(f".{folder.name}.pruned")
+    disk.rename(folder, hidden)
+    return hidden
+
+
 def published_folder(root: Path, row: GenerationRow) -> Path:
-    """Where the generation that `row` speaks of must lie. CorruptionFound when it does not."""
+    """Where the generation that `row` speaks of must lie. CorruptionFound when it does not, UsageError when it was
+    pruned."""
+    if row.pruned:
+        raise UsageError(f"{row.pruned}; open a newer one")
     folder = shard_folder(root, row.name) / folder_name(row.generation, row.token)
     if not folder.is_dir():
         raise CorruptionFound(

@@ -158,7 +158,7 @@ def _earlier(
 ) -> tuple[Path, ShardManifest] | None:
     """Folder and manifest of generation `number`, if its lists come from the same full build."""
     row = store.current_generation(manifest.name, number)
-    if row is None:
+    if row is None or row.pruned:
         return None
     older = ShardManifest.from_json(row.manifest, f"generation {number} of {manifest.name!r}")
     if _built_in(older) != _built_in(manifest):

@@ -13,29 +13,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.objects import Objects
 from fabric_pipelines.errors import CorruptionFound, FencingLost, StorageFailed
 from fabric_pipelines.shards.blocks import file_sha256
-from fabric_pipelines.shards.disk import DISK, Disk
+from fabric_pipelines.shards.building import Beat, holding
+from fabric_pipelines.shards.disk import DISK, Disk, reading
 from fabric_pipelines.shards.generation import Generation, shard_folder
 from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, read_manifest
 from fabric_pipelines.shards.shard import open_generation
-from fabric_pipelines.shards.store import VectorStore
+from fabric_pipelines.shards.store import VectorStore, store_of
 
 POINTER = "CURRENT"
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Ordered by (token, generation): tokens only grow, and generations do under one."""
+    """Ordered by (token, generation): tokens only grow, and generations do under one. prunes: how often old copies were
+    removed; each time the pointer is written anew, so that a writer who looked before cannot switch any more."""
 
     generation: int
     token: int
     manifest_sha256: str
+    prunes: int = field(default=0, compare=False)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -49,11 +53,31 @@ class Copied:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrunedCopy:
+    """kept: generations whose copy stays whole. objects, bytes: what was removed, or with a dry run would be."""
+
+    shard: str
+    dry_run: bool
+    kept: tuple[int, ...]
+    objects: int
+    bytes: int
+
+
 def push(db: Database | VectorStore, root: Path, name: str, objects: Objects) -> Copied:
     """Copy the current generation of shard `name`; `files` and `bytes` count what was not there already. Raises
-    FencingLost when a newer generation is there or another writer switched the pointer meanwhile, Refused by a
-    store that ignores conditions."""
-    generation = open_generation(db, root, name)
+    FencingLost when a newer generation is there or another writer switched the pointer meanwhile, AlreadyRunning while
+    another process works on this copy, Refused by a store that ignores conditions."""
+    store = store_of(db)
+    generation = open_generation(store, root, name)
+    with (
+        holding(store, root, name, copy=_url(objects)) as lease,
+        reading(generation.folder),
+    ):
+        return _push(generation, name, objects, Beat(store, lease))
+
+
+def _push(generation: Generation, name: str, objects: Objects, beat: Beat) -> Copied:
     pointer = Pointer(generation.number, generation.token, generation.manifest_sha256)
     before = _pointer(objects, name)
     if before is not None and before[0] == pointer:
@@ -63,6 +87,7 @@ def push(db: Database | VectorStore, root: Path, name: str, objects: Objects) ->
         objects.require_conditions()
     files, size = 0, 0
     for entry in {item.path: item for item in generation.manifest.files}.values():
+        beat()
         path = generation.folder / entry.path
         if objects.size(_key(name, entry)) == entry.bytes:
             continue
@@ -86,7 +111,20 @@ def switch(
 ) -> None:
     """Let CURRENT say `pointer`, if it still is what was read as `before`. FencingLost otherwise."""
     _require_newer(name, pointer, before and before[0])
-    content = json.dumps(asdict(pointer), sort_keys=True).encode()
+    _point(objects, name, pointer, before, before[0].prunes if before else 0)
+
+
+def _point(
+    objects: Objects,
+    name: str,
+    pointer: Pointer,
+    before: tuple[Pointer, str] | None,
+    prunes: int,
+) -> None:
+    fields = asdict(replace(pointer, prunes=prunes))
+    if not prunes:
+        del fields["prunes"]  # as it was written before there were any
+    content = json.dumps(fields, sort_keys=True).encode()
     key = f"{name}/{POINTER}"
     won = (
         objects.create(key, content) if before is None else objects.replace(key, content, before[1])
@@ -95,6 +133,70 @@ def switch(
         raise FencingLost(
             f"another writer switched the copy of shard {name!r} meanwhile; push again if yours is newer"
         )
+
+
+def prune(
+    db: Database | VectorStore,
+    root: Path,
+    name: str,
+    objects: Objects,
+    *,
+    keep: int,
+    dry_run: bool = False,
+) -> PrunedCopy:
+    """Remove copies of all but the `keep` newest generations of shard `name` and those that are pinned: their manifests,
+    then blocks that no kept manifest lists. Whoever pushes meanwhile is refused, and who looked before loses the pointer.
+    Nothing goes where a kept manifest cannot be read (CorruptionFound). StorageFailed when there is no copy."""
+    store = store_of(db)
+    foreseen = _old_objects(store, name, objects, keep)[0]
+    if dry_run:
+        return foreseen
+    with holding(store, root, name, copy=_url(objects)) as lease:
+        beat = Beat(store, lease)
+        done, before, doomed = _old_objects(store, name, objects, keep)
+        if doomed:
+            _point(objects, name, before[0], before, before[0].prunes + 1)
+        for key in doomed:
+            beat()
+            objects.remove(key)
+        return replace(done, dry_run=False)
+
+
+def _old_objects(
+    store: VectorStore, name: str, objects: Objects, keep: int
+) -> tuple[PrunedCopy, tuple[Pointer, str], list[str]]:
+    """What goes, manifests first: blocks without one are swept the next time, a manifest without blocks would be kept."""
+    current = _pointer(objects, name)
+    if current is None:
+        raise StorageFailed(f"there is no copy of shard {name!r} at {_url(objects)}")
+    sizes = objects.sizes(f"{name}/")
+    ranks = {key: rank for key in sizes if (rank := _rank(name, key))}
+    older = sorted(rank for rank in ranks.values() if rank <= current[0].rank)
+    pinned = {(row.token, row.generation) for row in store.published(name) if row.pinned_at}
+    # one above the pointer is of a push that was killed, or is made now
+    kept = {rank for rank in ranks.values() if rank > current[0].rank or rank in pinned}
+    kept |= {current[0].rank, *older[-keep:]}
+    digests = {(row.token, row.generation): row.manifest_sha256 for row in store.published(name)}
+    digests[current[0].rank] = current[0].manifest_sha256
+    listed: set[str] = set()
+    for token, number in kept:
+        copied = Pointer(number, token, digests.get((token, number), ""))
+        listed |= {_key(name, entry) for entry in _manifest(objects, name, copied).files}
+    manifests = [key for key, rank in ranks.items() if rank not in kept]
+    blocks = [key for key in sizes if key.startswith(f"{name}/blocks/") and key not in listed]
+    doomed = sorted(manifests) + sorted(blocks)
+    size = sum(sizes[key] for key in doomed)
+    numbers = tuple(sorted(number for _, number in kept))
+    return PrunedCopy(name, True, numbers, len(doomed), size), current, doomed
+
+
+def _rank(name: str, key: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"g(\d{6,})-t(\d+)\.json", key.removeprefix(f"{name}/"))
+    return (int(found[2]), int(found[1])) if found else None
+
+
+def _url(objects: Objects) -> str:
+    return f"s3://{objects.root}"
 
 
 def fetch(objects: Objects, root: Path, name: str, *, disk: Disk = DISK) -> Generation:
@@ -132,8 +234,9 @@ def fetch(objects: Objects, root: Path, name: str, *, disk: Disk = DISK) -> Gene
 def _manifest(objects: Objects, name: str, pointer: Pointer) -> ShardManifest:
     key = f"{name}/g{pointer.generation:06d}-t{pointer.token}.json"
     read = objects.read(key)
-    if read is None or hashlib.sha256(read[0]).hexdigest() != pointer.manifest_sha256:
-        raise CorruptionFound(f"{key} is not the manifest that {name}/{POINTER} names")
+    said = pointer.manifest_sha256  # empty where neither pointer nor database knows it
+    if read is None or (said and hashlib.sha256(read[0]).hexdigest() != said):
+        raise CorruptionFound(f"{key} is not the manifest that was published with {said[:12]}")
     return ShardManifest.from_json(json.loads(read[0]), key)
 
 

@@ -19,6 +19,7 @@ from fabric_pipelines.errors import CorruptionFound
 from fabric_pipelines.shards.blocks import HEADER_BYTES, file_sha256, map_array
 from fabric_pipelines.shards.content import mark_part
 from fabric_pipelines.shards.difference import Difference
+from fabric_pipelines.shards.disk import reading
 from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.manifest import FileEntry
 from fabric_pipelines.shards.shard import open_generation
@@ -42,12 +43,13 @@ def scrub(
 ) -> ScrubReport:
     """Check one published generation (default: the current one) to the last byte."""
     generation = open_generation(db, root, name, number)
-    return ScrubReport(
-        generation.number,
-        len(generation.manifest.files),
-        sum(entry.bytes for entry in generation.manifest.files),
-        tuple(damaged_files(generation)),
-    )
+    with reading(generation.folder):
+        return ScrubReport(
+            generation.number,
+            len(generation.manifest.files),
+            sum(entry.bytes for entry in generation.manifest.files),
+            tuple(damaged_files(generation)),
+        )
 
 
 def damaged_files(generation: Generation) -> Iterator[Difference]:

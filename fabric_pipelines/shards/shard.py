@@ -1,12 +1,14 @@
 """An opened shard: one published generation, mapped read-only, that answers searches.
 
-The generation is chosen once, at opening; a reader keeps it while newer ones are published, even after its
-folder is gone. Opening reads the manifest and maps the files; it hashes no block (that is the scrub's
+The generation is chosen once, at opening; a reader keeps it while newer ones are published: it
+is not pruned before the reader closes it. Opening reads the manifest and maps the files; it hashes no block (that is the scrub's
 work), but refuses a folder whose manifest is not the one the database published.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from fabric_pipelines.analytics.search import FlatScan, Floats, Queries, Ranked
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.errors import CorruptionFound, UsageError
 from fabric_pipelines.shards.blocks import map_array, map_columns
+from fabric_pipelines.shards.disk import opened_for_reading
 from fabric_pipelines.shards.generation import Generation, published_folder
 from fabric_pipelines.shards.manifest import FileEntry, read_manifest
 from fabric_pipelines.shards.store import VectorStore, store_of
@@ -63,8 +66,14 @@ def open_generation(
     if row is None:
         wanted = "generation" if number is None else f"generation {number}"
         raise UsageError(f"there is no {wanted} of shard {name!r}; build it first")
-    folder = published_folder(root, row)
-    manifest = read_manifest(folder, row.manifest_sha256)
+    try:
+        folder = published_folder(root, row)
+        manifest = read_manifest(folder, row.manifest_sha256)
+    except CorruptionFound:
+        now = store_of(db).current_generation(name, row.generation)
+        if now is not None and now.pruned:  # between the two questions
+            raise UsageError(f"{now.pruned}; open a newer one") from None
+        raise
     if (manifest.name, manifest.generation, manifest.token) != (name, row.generation, row.token):
         raise CorruptionFound(
             f"{folder} calls itself generation {manifest.generation} of {manifest.name!r} under token "
@@ -82,6 +91,8 @@ class Shard:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.manifest = generation.manifest
+        # some files are mapped only when they are asked for, so the folder must stay
+        self._leave = weakref.finalize(self, os.close, opened_for_reading(generation.folder))
         self._blocks: list[MappedBlock] | None = list(self._map_blocks())
         self.stored = sum(len(block.ids) for block in self._blocks)
         self.alive = self._alive()
@@ -101,8 +112,9 @@ class Shard:
         self.close()
 
     def close(self) -> None:
-        """Let go of the maps; arrays handed out before stay valid until they are dropped."""
+        """Let go of the maps and of the folder; arrays handed out before stay valid until they are dropped."""
         self._blocks = None
+        self._leave()
 
     @property
     def blocks(self) -> list[MappedBlock]:

@@ -93,6 +93,17 @@ class VectorStore(Protocol):
     def current_generation(self, name: str, generation: int | None = None) -> GenerationRow | None:
         """The newest generation, or the one of that number."""
 
+    def published(self, name: str) -> list[GenerationRow]:
+        """All that were ever published, oldest first."""
+
+    def prune_generation(self, lease: ShardLease, *, generation: int) -> bool:
+        """Say that its bytes go; False for one that is needed or gone already. FencingLost."""
+
+    def pin_generation(self, name: str, generation: int, reason: str) -> bool:
+        """Keep it and what its rebuild needs; False when it is not there any more."""
+
+    def unpin_generation(self, name: str, generation: int) -> bool: ...
+
     def insert_receipt(
         self, *, receipt_id: str, shard: str, generation: int, statement: Mapping[str, Any]
     ) -> bool:
@@ -200,6 +211,18 @@ class PostgresStore:
 
     def current_generation(self, name: str, generation: int | None = None) -> GenerationRow | None:
         return vectors.current_generation(self.database, name, generation)
+
+    def published(self, name: str) -> list[GenerationRow]:
+        return vectors.published(self.database, name)
+
+    def prune_generation(self, lease: ShardLease, *, generation: int) -> bool:
+        return vectors.prune_generation(self.database, lease, generation=generation)
+
+    def pin_generation(self, name: str, generation: int, reason: str) -> bool:
+        return vectors.pin_generation(self.database, name, generation, reason)
+
+    def unpin_generation(self, name: str, generation: int) -> bool:
+        return vectors.unpin_generation(self.database, name, generation)
 
     def insert_receipt(
         self, *, receipt_id: str, shard: str, generation: int, statement: Mapping[str, Any]

@@ -194,7 +194,7 @@ class Judge:
         except (CorruptionFound, CheckFailed):
             return True
         except NotFetched as waits:
-            if "ColdLost" in str(waits):
+            if "ColdLost" in str(waits) or "CorruptionFound" in str(waits):
                 return True
             raise Broken(LOST, f"{state.story}: {waits}") from waits
         except Broken as broken:

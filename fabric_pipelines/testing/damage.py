@@ -23,7 +23,7 @@ from fabric_pipelines.broker.facts import Kind
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.journal import Journal, index, stub
-from fabric_pipelines.journal.frame import HEADER, HEADER_BYTES, SEAL, padded
+from fabric_pipelines.journal.frame import DURABLE, HEADER, HEADER_BYTES, SEAL, padded
 from fabric_pipelines.journal.identity import NAME
 from fabric_pipelines.journal.segment import Found, Mapped, frame_at
 from fabric_pipelines.testing.course import (
@@ -215,10 +215,15 @@ class _AtRest:
         names: tuple[str, ...],
         frames: list[tuple[int, Found]],
     ) -> Iterator[Damage]:
-        """The last of each kind at or below the recorded durable LSN: behind that nothing was promised for good."""
+        """The last of each kind at or below the recorded durable LSN: behind that nothing was promised for good. Not the
+        mark that alone records it while more lies behind: without it that is a torn tail."""
         sealed = frames[-1][1].header.kind == SEAL
+        open_end = not sealed and frames[-1][1].header.lsn > moment.recorded
         known = {
-            f.header.kind: (offset, f) for offset, f in frames if f.header.lsn <= moment.recorded
+            f.header.kind: (offset, f)
+            for offset, f in frames
+            if f.header.lsn <= moment.recorded
+            and not (open_end and f.header.kind == DURABLE and f.header.lsn == moment.recorded)
         }
         for offset, found in sorted(known.values(), key=lambda place: place[0]):
             if self._is_new(thing, sealed, found.header.kind, thing == "object" and moment.name):

@@ -6,8 +6,8 @@ batch goes through the very function that the server or the client checks it wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow as pa
 from fabric_pipelines.broker import client, server
 from fabric_pipelines.broker.facts import Computed, Kind, decode
 from fabric_pipelines.broker.tiering import Water
+from fabric_pipelines.broker.uploads import checked
 from fabric_pipelines.dataplane.cold_store import FolderStore
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.journal import ObjectStore
@@ -296,9 +297,9 @@ def _body_places(ipc: bytes) -> list[int]:
 def _upload(header: Submission) -> Check:
     def check(good: bytes, bad: bytes) -> pa.RecordBatch:
         note = {"first_row": 0, "crc32c": column_checksums(read_ipc(good))}
-        chunk = SimpleNamespace(data=_arrived(bad), app_metadata=json.dumps(note).encode())
-        reader = SimpleNamespace(read_chunk=lambda: chunk)
-        return next(server._uploads(header, reader, None)).batch
+        chunk = (note, _arrived(bad))
+        with ThreadPoolExecutor(1) as hasher:
+            return next(checked(header, iter([chunk]), None, hasher)).batch
 
     return check
 

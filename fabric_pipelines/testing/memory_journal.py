@@ -22,13 +22,15 @@ Piece = bytes | bytearray | memoryview
 @dataclass(slots=True)
 class MemoryJournal:
     """`full`: appends that are not essential find no space. `broken`: the next commit fails, and so does all
-    that follows it."""
+    that follows it. `room`: what may be promised beyond the floor, None for no end of it."""
 
     incarnation: int = 7
     journal_id: str = "00" * 16
     full: bool = False
     broken: bool = False
     room: int | None = None
+    segment_bytes: int = 1 << 16
+    frame_max: int = 1 << 40
     commits: int = 0
     life: Life = FIRST
     _durable: list[Frame] = field(default_factory=list)
@@ -51,8 +53,19 @@ class MemoryJournal:
     def durable_lsn(self) -> int:
         return len(self._durable)
 
+    @property
+    def held_bytes(self) -> int | None:
+        return None if self.room is None else self.room + self.segment_bytes * 3 // 2
+
+    @property
     def room_bytes(self) -> int | None:
-        return self.room
+        return self.held_bytes
+
+    def fits(self, frame_bytes: int) -> bool:
+        return True
+
+    def hold(self, size: int) -> int | None:
+        return self.held_bytes
 
     @property
     def bytes_used(self) -> int:
@@ -68,7 +81,7 @@ class MemoryJournal:
         time_us: int,
         schema_id: int = 0,
         essential: bool = False,
-        spare_last: bool = False,
+        keep: int | None = None,
     ) -> int:
         self._require_working()
         if self.full and not essential:
@@ -83,7 +96,7 @@ class MemoryJournal:
         held = {frame.lsn: len(frame.payload) for frame in (*self._durable, *self._written)}
         return np.array([held.get(lsn, 0) for lsn in lsns.tolist()], np.int64)
 
-    def require_room(self, size: int) -> None:
+    def require_room(self, size: int, keep: int | None = None) -> None:
         self._require_working()
         if self.full:
             raise StorageFailed("the disk of the memory journal is full")

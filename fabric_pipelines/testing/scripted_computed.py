@@ -16,7 +16,7 @@ import pyarrow as pa
 from fabric_pipelines.errors import BrokerUnavailable
 from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.confirmation import Confirmation
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.records.settled import Ids, Settled, Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,16 @@ class ScriptedComputed:
         settled = Ledger(retired=Amount(len(self.retired)), dead=Amount(len(self.buried)))
         return ScriptedStatus(settled)
 
-    def settled(self) -> Settled:
-        ids = np.array(sorted(self.retired.keys() | self.buried.keys()), np.int64)
+    def settled_sums(self) -> Sums:
+        return Sums.of(self._settled(), 1 << 18, 1)
+
+    def settled_page(self, begin: int) -> Settled:
+        assert begin == 0, "a script is shorter than a page"
+        ids = self._settled()
         return Settled(ids, ids + 1, np.zeros_like(ids), {0: ("f" * 64, "generate")})
+
+    def _settled(self) -> Ids:
+        return np.array(sorted(self.retired.keys() | self.buried.keys()), np.int64)
 
     def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
         self._answer()

@@ -261,7 +261,7 @@ class SimDisk:
 
     def fallocate(self, fd: int, size: int) -> None:
         self._call("fallocate")
-        if size - self.size_of(self._open[fd]) > self.free_bytes(Path()):
+        if size - self.size_of(self._open[fd]) > max(self.free_bytes(Path()), 0):
             raise OSError(errno.ENOSPC, "full")
         self._do_content(Allocate(self._open[fd], size))
 

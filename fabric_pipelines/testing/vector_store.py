@@ -225,6 +225,47 @@ class MemoryVectorStore:
         number = self.last_generation(name) if generation is None else generation
         return self.generations.get((name, number))
 
+    def published(self, name: str) -> list[GenerationRow]:
+        return [row for key, row in sorted(self.generations.items()) if key[0] == name]
+
+    def prune_generation(self, lease: ShardLease, *, generation: int) -> bool:
+        self._require(lease)
+        row = self.current_generation(lease.name, generation)
+        if row is None or row.pruned_at or row.pinned_at or self._needed(lease.name, generation):
+            return False
+        has_receipt = bool(self.find_receipts(shard=lease.name, generation=generation))
+        self.generations[lease.name, generation] = replace(
+            row, pruned_at=self._time(), manifest={} if has_receipt else row.manifest
+        )
+        self.audits.pop((lease.name, generation), None)
+        return True
+
+    def pin_generation(self, name: str, generation: int, reason: str) -> bool:
+        row = self.current_generation(name, generation)
+        if row is None or row.pruned_at:
+            return False
+        self.generations[name, generation] = replace(row, pinned_at=self._time(), pin_reason=reason)
+        return True
+
+    def unpin_generation(self, name: str, generation: int) -> bool:
+        row = self.current_generation(name, generation)
+        if row is None or not row.pinned_at:
+            return False
+        self.generations[name, generation] = replace(row, pinned_at=None, pin_reason=None)
+        return True
+
+    def _needed(self, name: str, generation: int) -> bool:
+        """The current one, the parent of it or of a pinned one, or on a card."""
+        last = self.last_generation(name)
+        children = [
+            row
+            for row in self.published(name)
+            if ((row.manifest.get("increment") or {}).get("parent_generation")) == generation
+        ]
+        on_card = any(row.generation == generation for row in self.devices(name))
+        kept = any(row.pinned_at or row.generation == last for row in children)
+        return generation == last or kept or on_card
+
     def insert_receipt(
         self, *, receipt_id: str, shard: str, generation: int, statement: Mapping[str, Any]
     ) -> bool:

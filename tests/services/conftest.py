@@ -82,6 +82,15 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
     _drop(postgres, name)
 
 
+@pytest.fixture(scope="module")
+def shared_database(servers: Servers) -> Iterator[Database]:
+    """One for all tests of a module, each of which empties what it looks at: making one costs more than a short test."""
+    server, name = servers(None), f"t_{uuid.uuid4().hex[:12]}"
+    _create(server, name, template=TEMPLATE)
+    yield Database(url_of(server, name))
+    _drop(server, name)
+
+
 @pytest.fixture
 def empty_database(postgres: EmbeddedPostgres) -> Iterator[Database]:
     """A database without the fabric's schema."""

@@ -83,10 +83,13 @@ def test_prices_and_the_governors_line_are_printed(
     assert 0 < found["all"]["idle"]["busy_share"] <= 1
 
 
-def test_the_floor_is_measured_through_completions_loop(settings: Settings) -> None:
+def test_the_floor_takes_a_third_of_its_three_seconds_of_cpu(settings: Settings) -> None:
+    """20,000 generated rows within 3 s: a third of one CPU would do, for client and server together."""
     report = measure(settings, Options(rounds=2, parts=("floor",)), lambda line: None)
     found = report["floor"]
     assert len(found["seconds"]) == 2, "and every row of both was counted in the table"
+    assert (found["rows"], found["within_s"]) == (20_000, 3.0)
+    assert min(found["cpu_s"]) <= found["within_s"] / 3
     assert "20,000 generated rows through completion's loop" in table(report)
 
 

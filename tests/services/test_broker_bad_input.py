@@ -14,9 +14,10 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ import pytest
 
 from fabric_pipelines import settings
 from fabric_pipelines.broker import certificates
-from fabric_pipelines.broker.callsocket import FRAME_BYTES_MAX, MAGIC
+from fabric_pipelines.broker.callsocket import (
+    FRAME_BYTES_MAX,
+    MAGIC,
+    CallConnection,
+    CallStream,
+    receive,
+)
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.envelope import pack
 from fabric_pipelines.broker.transport import call_path
@@ -236,6 +243,11 @@ def upload(served: Served, door: str, case: Upload) -> None:
     with suppress(Exception):
         note["crc32c"] = column_checksums(case.batch)
     note = note if case.note is None else ({**note, **case.note} if case.note else {})
+    if door == "call":
+        say_on_the_call_socket(
+            served, head, [({**note, "do": "batch"}, to_ipc(case.batch)), ({"do": "end"},)]
+        )
+        return
     descriptor = flight.FlightDescriptor.for_command(json.dumps(head).encode())
     faults: list[Exception] = []
     with raw_flight(served, door, "producer") as raw:
@@ -250,6 +262,29 @@ def upload(served: Served, door: str, case: Upload) -> None:
         raise from_flight_error(fault, "the broker") from fault
 
 
+def call_stream(served: Served, head: dict[str, Any]) -> CallStream:
+    path = call_path(served.broker.settings.broker_endpoint)
+    assert path is not None
+    return CallStream.opened(
+        path, served.broker.settings.broker_endpoint, json.dumps(head).encode()
+    )
+
+
+def say_on_the_call_socket(
+    served: Served, head: dict[str, Any], frames: Sequence[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """Every answer; raises the error among them."""
+    stream, answers = call_stream(served, head), []
+    with closing(stream):
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for said, *parts in frames:
+                stream.send(said, *parts)
+        while (found := stream.read()) is not None:
+            raise_error(found[0])
+            answers.append(found[0])
+    return answers
+
+
 @contextmanager
 def suppress_into(faults: list[Exception]) -> Iterator[None]:
     try:
@@ -258,7 +293,7 @@ def suppress_into(faults: list[Exception]) -> Iterator[None]:
         faults.append(fault)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "call"])
 @pytest.mark.parametrize("case", UPLOADS, ids=lambda case: case.kind)
 def test_an_upload_of(served: Served, door: str, case: Upload) -> None:
     with unchanged(served), pytest.raises(case.expected, match=case.match):
@@ -275,6 +310,92 @@ def test_a_tenant_that_claims_anothers_lane(served: Served, door: str) -> None:
             return
         with unchanged(served), pytest.raises(WrongTenant, match="FABRIC_TENANT=acme"):
             producer.submit(other, [GOOD])
+
+
+FRAME = {"do": "batch", "first_row": 0, "crc32c": column_checksums(GOOD)}
+FRAMES: list[tuple[str, Sequence[tuple[Any, ...]], type[FabricError], str]] = [
+    ("an operation it is not for", [({"do": "lease"},)], SchemaError, "batches and an end"),
+    ("no operation", [({},)], SchemaError, "batches and an end"),
+    ("a batch without its bytes", [(FRAME,)], SchemaError, "batches and an end"),
+    (
+        "a batch twice over",
+        [(FRAME, to_ipc(GOOD), to_ipc(GOOD))],
+        SchemaError,
+        "batches and an end",
+    ),
+    ("bytes that are no batch", [(FRAME, b"rubbish" * 99)], SchemaError, "no Arrow stream"),
+    ("no bytes", [(FRAME, b"")], SchemaError, "no Arrow stream"),
+    ("half a batch", [(FRAME, to_ipc(GOOD)[: len(to_ipc(GOOD)) // 2])], SchemaError, "broke off"),
+    ("numbers that are none", [({**FRAME, "first_row": "0"}, to_ipc(GOOD))], SchemaError, "note"),
+    ("a check that is no list", [({**FRAME, "crc32c": 1}, to_ipc(GOOD))], SchemaError, "note"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames", "expected", "match"), FRAMES, ids=lambda it: str(it)[:30]
+)
+def test_a_frame_of_an_upload_that_is(
+    served: Served,
+    kind: str,
+    frames: Sequence[tuple[Any, ...]],
+    expected: type[FabricError],
+    match: str,
+) -> None:
+    header = json.loads(submission_of([GOOD], 79, tenant="acme").to_json())
+    head = {**header, "protocol": 1, "role": "producer"}
+    with unchanged(served), pytest.raises(expected, match=match):
+        say_on_the_call_socket(served, head, frames)
+
+
+@pytest.mark.parametrize("parts", [(), (b"",), (b"[1]",), (b" " * (2 << 20),)], ids=len)
+def test_an_upload_that_does_not_begin_with_a_header(
+    served: Served, parts: Sequence[bytes]
+) -> None:
+    path = call_path(served.broker.settings.broker_endpoint)
+    assert path is not None
+    connection = CallConnection(path, served.broker.settings.broker_endpoint)
+    with unchanged(served), closing(connection):
+        answer, _ = connection.call("upload", {}, parts, 10)
+        with pytest.raises(UsageError, match=r"header|malformed"):
+            raise_error(answer)
+
+
+def test_an_upload_cut_anywhere_on_the_call_socket_leaves_whole_batches(served: Served) -> None:
+    """A stream of two batches that ends after each of a few hundred places; every one can be gone on with."""
+    batches = [tasks_of([10] * 4, seed=7), tasks_of([10] * 4, seed=8)]
+    path = call_path(served.broker.settings.broker_endpoint)
+    assert path is not None
+    frames = []
+    for first, batch in zip((0, 4), batches, strict=True):
+        note = {"do": "batch", "first_row": first, "crc32c": column_checksums(batch)}
+        frames.append(framed(note, to_ipc(batch)))
+    sent = b"".join([*frames, framed({"do": "end"})])
+    places = [
+        *range(0, len(sent), len(sent) // 40),
+        len(frames[0]),
+        len(frames[0]) + 1,
+        len(sent) - 1,
+    ]
+    for number, place in enumerate(places):
+        header = submission_of(batches, 1000 + number, tenant="acme")
+        head = {**json.loads(header.to_json()), "protocol": 1, "role": "producer"}
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(path))
+            raw.sendall(framed({"do": "upload"}, json.dumps(head).encode()) + sent[:place])
+            raw.shutdown(socket.SHUT_WR)
+            while receive(raw) is not None:
+                pass
+        with client(served, "local", "producer") as producer:
+            state = producer.submission(header.submission_id)
+            enqueued = 0 if state is None else state.enqueued
+            whole = sum(place >= end for end in accumulate(map(len, frames)))
+            assert enqueued == 4 * whole, place
+            assert producer.submit(header, batches).closed
+
+
+def framed(head: dict[str, Any], *parts: bytes) -> bytes:
+    body = b"".join(pack(head, parts))
+    return MAGIC + struct.pack("<I", len(body)) + body
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -105,11 +105,11 @@ def test_not_one_task_more_is_acknowledged_into_a_deleted_or_cut_file(
     broker: Broker, how: str
 ) -> None:
     submit(broker, 1)
-    (path,) = [
+    path = min(  # those behind it are held for what is promised
         path
         for path in broker.settings.journal_dir.glob("*.segment")
         if not path.with_suffix(".index").exists()
-    ]
+    )
     with broker.client("admin") as client:
         durable = client.status().journal["durable_lsn"]
     HOW[how][0](path)

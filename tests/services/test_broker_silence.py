@@ -104,8 +104,7 @@ def test_two_thousand_silent_connections_stop_no_lease_no_acknowledgement_and_no
         after = admin.status()
         assert after.total.retired.tasks == 5 * 160
         assert after.journal["durable_lsn"] > before.journal["durable_lsn"]
-        rolled = max(int(file.stem) for file in broker.settings.journal_dir.glob("*.segment"))
-        assert rolled + after.counters["segments_dropped"] >= 8, (
+        assert after.journal["segments"] + after.counters["segments_dropped"] >= 8, (
             "segments were filled and others begun"
         )
         assert admin.verify().differences == []

@@ -15,11 +15,12 @@ from fabric_pipelines import receipts, shards
 from fabric_pipelines.dataplane import sql, vectors
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.vectors import ShardLease
-from fabric_pipelines.errors import AlreadyRunning, FencingLost
+from fabric_pipelines.errors import AlreadyRunning, FabricError, FencingLost
 from fabric_pipelines.shards.disk import Disk
 from fabric_pipelines.shards.store import PostgresStore, VectorStore
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.services.test_shards import ROWS, build, land
+from tests.support import MAJORS
 
 TABLES = ("fabric.shard_lease", "fabric.device_lease", "fabric.shard_generation")
 Sides = dict[str, Callable[..., Any]]
@@ -137,6 +138,69 @@ def a_generation_is_of_its_shard_and_number(store: VectorStore, kind: str) -> No
     assert store.current_generation("a", 3) is None
 
 
+def rows(store: VectorStore, name: str) -> list[tuple[int, bool, bool]]:
+    """(number, pruned, pinned) of what was published of one shard."""
+    found = store.published(name)
+    return [(row.generation, row.pruned is not None, row.pinned_at is not None) for row in found]
+
+
+def several_generations(store: VectorStore, name: str, last: int) -> ShardLease:
+    """1 to `last`, each laid over the one before; by a holder whose lease runs."""
+    lease = store.acquire_shard(name, "me", ttl_s=60)
+    for number in range(1, last + 1):
+        manifest = {"increment": {"parent_generation": number - 1}} if number > 1 else {}
+        store.publish_generation(
+            lease, generation=number, manifest_sha256=f"{name}{number}", manifest=manifest
+        )
+    return lease
+
+
+def what_is_needed_is_not_pruned(store: VectorStore, kind: str) -> None:
+    assert kind == "shard"
+    mine = several_generations(store, "mine", 7)
+    several_generations(store, "other", 7)
+    store.publish_device(store.acquire_device("mine", "card", ttl_s=60), generation=2)
+    assert store.pin_generation("mine", 5, "why") is True
+    gone = [store.prune_generation(mine, generation=number) for number in range(1, 9)]
+    assert gone == [True, False, True, False, False, False, False, False]
+    kept = [(n, False, n == 5) for n in (4, 5, 6, 7)]
+    assert rows(store, "mine") == [(1, True, False), (2, False, False), (3, True, False), *kept]
+    assert rows(store, "other") == [(n, False, False) for n in range(1, 8)]
+    assert store.prune_generation(mine, generation=1) is False  # already
+    assert store.unpin_generation("mine", 5) is True
+    assert [store.prune_generation(mine, generation=n) for n in (4, 5, 6)] == [True, True, False]
+
+
+def pins_are_of_one_generation_that_is_there(store: VectorStore, kind: str) -> None:
+    assert kind == "shard"
+    mine = several_generations(store, "mine", 4)
+    several_generations(store, "other", 4)
+    assert store.prune_generation(mine, generation=1) is True
+    assert [store.pin_generation("mine", n, "why") for n in (1, 2, 9)] == [False, True, False]
+    pinned = [(n, False, False) for n in (3, 4)]
+    assert rows(store, "mine") == [(1, True, False), (2, False, True), *pinned]
+    assert rows(store, "other") == [(n, False, False) for n in (1, 2, 3, 4)]
+    assert store.published("mine")[1].pin_reason == "why"
+    assert store.pin_generation("other", 3, "too") is True
+    assert store.pin_generation("mine", 3, "too") is True
+    assert store.unpin_generation("mine", 4) is False
+    assert store.unpin_generation("mine", 3) is True
+    assert [store.published(name)[2].pin_reason for name in ("mine", "other")] == [None, "too"]
+    assert store.published("mine")[1].pin_reason == "why"
+
+
+def who_lost_the_lease_prunes_nothing(store: VectorStore, kind: str) -> None:
+    assert kind == "shard"
+    several_generations(store, "mine", 4)
+    for lost in lost_leases(store.acquire_shard):
+        with pytest.raises(FencingLost, match="no longer holds"):
+            store.prune_generation(lost, generation=1)
+    ended = store.acquire_shard("mine", "me", ttl_s=0)
+    with pytest.raises(FencingLost, match="no longer holds"):
+        store.prune_generation(ended, generation=1)
+    assert rows(store, "mine") == [(n, False, False) for n in (1, 2, 3, 4)]
+
+
 BOTH = (
     a_lease_has_one_holder_until_it_ends,
     what_is_lost_does_nothing,
@@ -148,7 +212,15 @@ CLAIMS = [
     (running_leases_of_cards_are_listed, "device"),
     (a_generation_is_of_its_shard_and_number, "shard"),
 ]
-NAMED = [f"{claim.__name__}-{kind}" for claim, kind in CLAIMS]
+OF_RETENTION: list[tuple[Callable[[VectorStore, str], None], str]] = [
+    (what_is_needed_is_not_pruned, "shard"),
+    (pins_are_of_one_generation_that_is_there, "shard"),
+    (who_lost_the_lease_prunes_nothing, "shard"),
+]
+RETENTION = {"published", "prune_generation", "pin_generation", "unpin_generation"}
+RETENTION |= {"lock_held_shard"}
+ALL = [*CLAIMS, *OF_RETENTION]
+NAMED = [f"{claim.__name__}-{kind}" for claim, kind in ALL]
 
 
 def emptied(database: Database) -> PostgresStore:
@@ -158,12 +230,21 @@ def emptied(database: Database) -> PostgresStore:
     return PostgresStore(database)
 
 
-@pytest.mark.parametrize(("require", "kind"), CLAIMS, ids=NAMED)
-def test_leases_and_generations(database: Database, require: Any, kind: str) -> None:
-    require(PostgresStore(database), kind)
+@pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)
+def test_leases_and_generations(shared_database: Database, require: Any, kind: str) -> None:
+    require(emptied(shared_database), kind)
 
 
-@pytest.mark.parametrize(("require", "kind"), CLAIMS, ids=NAMED)
+@pytest.mark.parametrize("postgres", MAJORS[:-1], indirect=True)
+def test_older_servers_keep_every_claim(database: Database) -> None:
+    kept = 0
+    for require, kind in ALL:
+        require(emptied(database), kind)
+        kept += 1
+    assert kept == len(NAMED)
+
+
+@pytest.mark.parametrize(("require", "kind"), ALL, ids=NAMED)
 def test_the_stand_in_gives_the_same_answers(require: Any, kind: str) -> None:
     require(MemoryVectorStore(), kind)
 
@@ -184,6 +265,8 @@ def fencing() -> Iterator[tuple[str, str, str]]:
     for name, statement in sql._blocks().items():
         if not any(table in statement for table in TABLES) or "where " not in statement:
             continue
+        if name == "lock_shard":  # locks and says nothing: its own test is below
+            continue
         for condition in conditions(statement):
             yield name, condition, "true"
             if re.search(r"\sor\s", statement):  # one of two ways in: also without it
@@ -195,6 +278,7 @@ def test_the_statements_are_those_that_one_expects() -> None:
     kinds = {f"{step}_{kind}" for kind in ("shard", "device") for step in ("acquire", "renew")}
     kinds |= {f"release_{kind}" for kind in ("shard", "device")}
     kinds |= {"publish_generation", "publish_device", "shard_holder", "device_holder", "devices"}
+    kinds |= RETENTION
     assert named == kinds | {"last_generation", "current_generation"}
     assert conditions(sql._blocks()["publish_generation"]) == [
         "name = %(name)s",
@@ -215,15 +299,19 @@ def without(name: str, condition: str, instead: str, patch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("name", "condition", "instead"), list(fencing()))
 def test_each_condition_is_needed(
-    database: Database, monkeypatch: pytest.MonkeyPatch, name: str, condition: str, instead: str
+    shared_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    condition: str,
+    instead: str,
 ) -> None:
     without(name, condition, instead, monkeypatch)
     red = []
-    for claim, kind in CLAIMS:
-        store = emptied(database)
+    for claim, kind in OF_RETENTION if name in RETENTION else CLAIMS:
+        store = emptied(shared_database)
         try:
             claim(store, kind)
-        except (AssertionError, pytest.fail.Exception, AlreadyRunning, FencingLost):
+        except (AssertionError, pytest.fail.Exception, FabricError):
             red.append(claim.__name__)
             break
     assert red
@@ -241,6 +329,24 @@ def test_nobody_takes_the_lease_between_its_check_and_the_row(database: Database
                 taker.execute(taking)
             taker.rollback()
         assert taker.execute(taking).rowcount == 1
+
+
+def test_pruning_and_pins_of_a_shard_take_turns_with_publication(database: Database) -> None:
+    """Each of the three begins at one row; another shard's is free."""
+    store = PostgresStore(database)
+    first_generations(store, "mine", "other")
+    lease = store.acquire_shard("mine", "me", ttl_s=60)
+    held = {"name": "mine", "holder": "me", "token": lease.token}
+    with database.session() as one, psycopg.connect(database.url) as two, one.transaction():
+        assert one.execute(sql.query("lock_held_shard"), held).rowcount == 1
+        two.execute("set lock_timeout = '50ms'")
+        two.commit()
+        values = {"generation": 2, "manifest_sha256": "x", "manifest": "{}"}
+        for statement in ("lock_shard", "lock_held_shard", "publish_generation"):
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                two.execute(sql.query(statement), held | values)
+            two.rollback()
+        assert two.execute(sql.query("lock_shard"), {"name": "other"}).rowcount == 1
 
 
 # ---- the whole way to a generation

@@ -14,7 +14,9 @@ from psycopg._copy import LibpqWriter, QueuedLibpqWriter
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.encode import Column, encode_copy
+from fabric_pipelines.dataplane.postgres import EmbeddedPostgres
 from fabric_pipelines.dataplane.writer import Writer
+from tests.support import ON_EVERY_SERVER
 from tests.support_completions import pulled_batch
 
 WRITERS: list[type[Any]] = [LibpqWriter, QueuedLibpqWriter]
@@ -41,14 +43,18 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@ON_EVERY_SERVER
 def test_new_rows_go_straight_and_a_replay_through_the_stage(
-    writer: Writer, copies: list[str]
+    writer: Writer, copies: list[str], postgres: EmbeddedPostgres
 ) -> None:
     batch = pulled_batch(30, function="generate")
     landed = [writer.land(item).rows for item in (batch, batch, batch)]
     assert landed == [30, 0, 0]
     table, stage = "fabric.generate", "pg_temp.stage_generate"
-    assert copies == [table, table, stage, stage], "after one conflict the stage comes first"
+    assert postgres.binaries is not None
+    # before 18 a backend does not count its WAL: the first landing of a table is explained, and only a merge can be
+    first = table if postgres.binaries.major >= 18 else stage
+    assert copies == [first, table, stage, stage], "after one conflict the stage comes first"
 
 
 def test_after_a_replay_new_rows_go_straight_again(writer: Writer, copies: list[str]) -> None:
@@ -60,6 +66,7 @@ def test_after_a_replay_new_rows_go_straight_again(writer: Writer, copies: list[
     assert copies[-2:] == ["pg_temp.stage_generate", "fabric.generate"]
 
 
+@ON_EVERY_SERVER
 def test_a_batch_that_is_half_there_lands_its_other_half(
     writer: Writer, database: Database
 ) -> None:

@@ -230,8 +230,9 @@ def test_a_published_shard_is_reported_once_and_nothing_is_built(fabric: Fabric)
 
 
 def test_what_a_command_publishes_is_reported_and_what_the_policy_leaves_is_left(
-    fabric: Fabric,
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FABRIC_SHARD_GENERATIONS_KEPT", "1")
     fabric.move("alpha")
     shards.refresh(fabric.database, ShardsResource().root, "alpha")
     fabric.move("alpha", rows=1)  # moved, and below the policy's line
@@ -240,7 +241,16 @@ def test_what_a_command_publishes_is_reported_and_what_the_policy_leaves_is_left
     assert fabric.run(wanted).success
     found = require_latest(fabric.instance, CURRENT_KEY, "alpha")
     assert (found["generation"], found["how"]) == (2, "none")
-    assert shards.open_generation(fabric.database, ShardsResource().root, "alpha").number == 2
+    # an increment needs the full build that it was laid over
+    first = shards.open_generation(fabric.database, ShardsResource().root, "alpha", 1)
+    assert (found["generations_pruned"], found["bytes_freed"], first.number) == (0, 0, 1)
+    shards.refresh(fabric.database, ShardsResource().root, "alpha", anew=True)
+    (wanted,) = fabric.tick()
+    assert fabric.run(wanted).success
+    found = require_latest(fabric.instance, CURRENT_KEY, "alpha")
+    assert (found["generation"], found["generations_pruned"]) == (3, 2)
+    assert found["bytes_freed"] > 0
+    assert shards.open_generation(fabric.database, ShardsResource().root, "alpha").number == 3
     assert fabric.tick() == []
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import psycopg
 import pytest
 
+from fabric_pipelines.dataplane import database as database_module
+from fabric_pipelines.dataplane import sql
 from fabric_pipelines.dataplane.database import Database, translate
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
@@ -13,11 +15,47 @@ from fabric_pipelines.errors import (
     UsageError,
     VersionRefused,
 )
+from tests.support import ON_EVERY_SERVER
 
 
 def test_migrating_twice_applies_everything_once(empty_database: Database) -> None:
     assert empty_database.migrate()[0] == "fabric"
     assert empty_database.migrate() == []
+
+
+@ON_EVERY_SERVER
+def test_a_database_in_use_is_brought_up_from_each_older_version(
+    empty_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a table gets a new key or column for are there already."""
+    every = sql.migrations()
+    with monkeypatch.context() as patch:
+        patch.setattr(database_module, "migrations", lambda: every[:9])
+        assert len(empty_database.migrate()) == 9
+    with empty_database.session() as connection:
+        for task in (1, 2):
+            connection.execute(
+                "insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size) "
+                "values ('embed', %s, %s, 1, 1, 0, 9)",
+                (task, task),
+            )
+        connection.execute("insert into fabric.shard_generation values ('a', 1, 1, 'x', '{}')")
+        connection.execute(
+            "insert into fabric.watched (relation, id_column, vector_column) "
+            "values ('fabric.embed'::regclass, 'task_id', 'vector')"
+        )
+    for upto in range(10, len(every) + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(database_module, "migrations", lambda upto=upto: every[:upto])
+            assert empty_database.migrate() == [every[upto - 1].name]
+    with empty_database.session() as connection:
+        keys = connection.execute("select ack_id from fabric.acks order by first_task").fetchall()
+        kept = connection.execute("select pruned_at, pinned_at from fabric.shard_generation")
+        assert (keys, kept.fetchall()) == ([(1,), (2,)], [(None, None)])
+        own = connection.execute("select bool_and(cluster = fabric.cluster()) from fabric.watched")
+        assert own.fetchone() == (True,)
+        row = connection.execute("select landings from fabric.landings_below('9000000')").fetchone()
+    assert row == (2,)
 
 
 def test_every_table_says_what_attempts_counts(database: Database) -> None:

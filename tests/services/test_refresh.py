@@ -20,6 +20,7 @@ from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import CheckFailed, FencingLost
 from fabric_pipelines.ids import task_id
 from fabric_pipelines.shards.disk import Disk
+from tests.support import ON_EVERY_SERVER
 from tests.support_completions import pulled_batch
 
 ROWS, DIM = 400, 16
@@ -71,6 +72,7 @@ def require_up_to_date(database: Database, root: Path) -> None:
     assert (found.verdict, found.moved, found.log) == ("fresh", 0, "complete")
 
 
+@ON_EVERY_SERVER
 def test_what_moved_is_laid_over_and_its_receipt_is_replayed_to_the_byte(
     built: Database, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.objects import Objects
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import (
+    AlreadyRunning,
     CorruptionFound,
     FencingLost,
     Refused,
@@ -28,6 +31,11 @@ from fabric_pipelines.shards import remote
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.support_completions import pulled_batch
 from tests.support_s3 import environment_of, free_ports, make_bucket, seaweed
+
+
+class WorldEnded(BaseException):
+    """The process is gone."""
+
 
 BUCKET = "shards"
 ROWS, DIM = 200, 16
@@ -142,9 +150,6 @@ def test_a_crash_before_the_pointer_leaves_the_old_copy_current(
     remote.push(built, tmp_path, "notes", objects)
     move(built, tmp_path, 3)
 
-    class WorldEnded(BaseException):
-        pass
-
     def ended(*_: object) -> None:
         raise WorldEnded
 
@@ -155,6 +160,126 @@ def test_a_crash_before_the_pointer_leaves_the_old_copy_current(
                 remote.push(built, tmp_path, "notes", objects)
         assert remote.fetch(objects, tmp_path / step, "notes").number == 1
     assert remote.push(built, tmp_path, "notes", objects).pointer.generation == 2
+
+
+def copies(store: MemoryVectorStore, root: Path, objects: Objects, many: int) -> None:
+    for row in range(many):
+        if row:
+            move(store, root, row)
+        remote.push(store, root, "notes", objects)
+
+
+def replaced(store: MemoryVectorStore, root: Path, objects: Objects) -> None:
+    """One more generation, of other rows, and its copy: nothing of the one before is in it."""
+    store.put(np.arange(ROWS), np.random.default_rng(7).standard_normal((ROWS, DIM)))
+    shards.refresh(store, root, "notes", anew=True)
+    remote.push(store, root, "notes", objects)
+
+
+def keys(objects: Objects) -> list[str]:
+    return sorted(objects.sizes("notes/"))
+
+
+def pruned(store: MemoryVectorStore, root: Path, objects: Objects, **more: Any) -> Any:
+    return remote.prune(store, root, "notes", objects, keep=1, **more)
+
+
+def test_old_copies_go_and_no_block_that_a_kept_one_lists(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    copies(built, tmp_path, objects, 3)
+    assert shards.pin(built, "notes", 1, "cited") == ()
+    before = keys(objects)
+    sizes = objects.sizes("notes/")
+    foreseen = pruned(built, tmp_path, objects, dry_run=True)
+    assert keys(objects) == before
+    done = pruned(built, tmp_path, objects)
+    assert (done.kept, done.objects, done.bytes) == ((1, 3), foreseen.objects, foreseen.bytes)
+    gone = sorted(set(before) - set(keys(objects)))
+    assert (len(gone), sum(sizes[key] for key in gone)) == (done.objects, done.bytes)
+    assert [key for key in gone if key.endswith(".json")] == ["notes/g000002-t2.json"]
+    assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 3
+    shards.unpin(built, "notes", 1)
+    assert pruned(built, tmp_path, objects).kept == (3,)
+    assert remote.fetch(objects, tmp_path / "again", "notes").number == 3
+    assert pruned(built, tmp_path, objects).objects == 0
+    move(built, tmp_path, 9)  # the pointer that was written anew is gone over as any other
+    assert remote.push(built, tmp_path, "notes", objects).pointer.generation == 4
+
+
+def test_who_looked_before_a_prune_does_not_switch_and_who_pushes_meanwhile_is_refused(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that it found there may be gone by now."""
+    copies(built, tmp_path, objects, 1)
+    replaced(built, tmp_path, objects)
+    looked = remote._pointer(objects, "notes")
+    refused: list[str] = []
+    real = objects.remove
+
+    def meanwhile(key: str) -> None:
+        with pytest.raises(AlreadyRunning, match="works on the copy"):
+            remote.push(built, tmp_path, "notes", objects)
+        refused.append(key)
+        real(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "remove", meanwhile)
+        assert pruned(built, tmp_path, objects).objects == len(refused) > 1
+    with pytest.raises(FencingLost, match="switched the copy"):
+        remote.switch(objects, "notes", remote.Pointer(9, 9, "0" * 64), looked)
+    now = remote._pointer(objects, "notes")
+    assert now is not None
+    assert (now[0].generation, now[0].prunes) == (2, 1)
+
+
+def test_a_pruner_that_lost_its_lease_removes_nothing_more(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(built, tmp_path, objects, 2)
+    before = keys(objects)
+    monkeypatch.setattr("fabric_pipelines.shards.building.LEASE_TTL_S", -1.0)  # each beat renews
+    with pytest.raises(FencingLost):
+        pruned(built, tmp_path, objects)
+    assert keys(objects) == before
+
+
+def test_a_kill_before_any_object_leaves_a_copy_that_is_whole(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(built, tmp_path, objects, 1)
+    replaced(built, tmp_path, objects)
+    doomed = pruned(built, tmp_path, objects, dry_run=True).objects
+    real, left = objects.remove, [0]
+
+    def dying(key: str) -> None:
+        if not left[0]:
+            raise WorldEnded
+        left[0] -= 1
+        real(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "remove", dying)
+        for removed in (0, 1, doomed - 2):
+            left[0] = removed
+            with pytest.raises(WorldEnded):
+                pruned(built, tmp_path, objects)
+            found = remote.fetch(objects, tmp_path / f"at {removed}", "notes")
+            assert found.number == 2
+            doomed -= removed
+    assert pruned(built, tmp_path, objects).objects == doomed
+    assert pruned(built, tmp_path, objects).objects == 0
+
+
+def test_a_kept_manifest_that_is_damaged_keeps_everything(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    copies(built, tmp_path, objects, 3)
+    objects._files.pipe_file(f"{objects.root}/notes/g000002-t2.json", b"{}")
+    before = keys(objects)
+    with pytest.raises(CorruptionFound, match="g000002-t2"):
+        remote.prune(built, tmp_path, "notes", objects, keep=2)
+    assert keys(objects) == before
 
 
 def test_a_damaged_copy_and_a_damaged_original_are_not_handed_on(
@@ -220,7 +345,36 @@ def test_the_commands_push_and_fetch(
         answer: dict[str, object] = json.loads(done.stdout)
         return answer
 
+    def shown(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["shard", *words, "--json"])
+        assert done.exit_code == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def listed(*words: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = shown(*words)["shards"]
+        return found
+
     sent = said("push", "verses", "--to", url)
     assert (sent["generation"], int(str(sent["files_sent"])) > 5) == (1, True)
     assert said("push", "verses", "--to", url)["bytes_sent"] == 0
     assert said("fetch", "verses", "--from", url, "--out", out)["rows"] == ROWS
+    shards.build(database, root, "verses", lists=3, seed=1, metric="cosine", recipe={})
+    said("push", "verses", "--to", url)
+    (there,) = listed("prune", "verses", "--keep", "1", "--copy", url, "--dry-run")
+    assert (there["kept"], there["dry_run"], there["objects"] > 3) == ([2], True, True)
+    assert listed("prune", "--keep", "1", "--copy", url)[0]["objects"] == there["objects"]
+    first = said("issue", "verses", "--generation", "1")["receipt_id"]
+    (foreseen,) = listed("prune", "--keep", "1", "--dry-run")
+    (done,) = listed("prune", "--keep", "1")
+    assert done["pruned"] == foreseen["pruned"] == [{"generation": 1, "bytes": ANY}]
+    assert done["bytes_freed"] == foreseen["bytes_freed"] > 0
+    checked = said("verify", str(first))
+    assert (checked["ok"], "pruned by policy on 20" in str(checked["pruned"])) == (True, True)
+    again = shown("pin", "verses", "--generation", "2", "--reason", "cited")
+    assert (again["pinned"], again["lacking"]) == (True, [])
+    assert listed("prune")[0]["kept"][0]["why"] == ["current", "pinned: cited"]
+    words = CliRunner().invoke(app, ["shard", "prune"]).stdout
+    assert "stays" in words
+    assert "current; pinned: cited" in words
+    assert shown("unpin", "verses", "--generation", "2")["pinned"] is False

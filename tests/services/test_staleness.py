@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +10,13 @@ import psycopg
 import pytest
 
 from fabric_pipelines import shards
+from fabric_pipelines.dataplane import dump, staleness, vectors
 from fabric_pipelines.dataplane import source as sources
-from fabric_pipelines.dataplane import staleness, vectors
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, Place, find_binaries
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import FabricError, UsageError
 from fabric_pipelines.ids import task_id
-from tests.services.conftest import url_of
-from tests.support import skip_or_fail
+from tests.support import ON_EVERY_SERVER
 from tests.support_completions import pulled_batch
 
 ROWS, DIM = 1000, 8
@@ -71,6 +66,7 @@ def built(database: Database, tmp_path: Path) -> Database:
     return database
 
 
+@ON_EVERY_SERVER
 def test_a_writer_that_began_before_the_build_and_commits_after_it_is_in_the_moved_set(
     database: Database, tmp_path: Path
 ) -> None:
@@ -87,6 +83,7 @@ def test_a_writer_that_began_before_the_build_and_commits_after_it_is_in_the_mov
     assert verdict(database).updated == 1
 
 
+@ON_EVERY_SERVER
 def test_each_kind_of_statement_is_one_change_row_with_the_ids_that_moved(built: Database) -> None:
     before = changes(built)
     land(built, first=ROWS, rows=40)
@@ -129,6 +126,7 @@ def test_truncate_is_noticed_and_asks_for_a_rebuild(built: Database) -> None:
     assert (found.truncated, found.verdict) == (True, "rebuild")
 
 
+@ON_EVERY_SERVER
 def test_a_session_in_the_replica_role_is_noticed(built: Database) -> None:
     with built.session() as connection:
         connection.execute("set session_replication_role = replica")
@@ -264,6 +262,35 @@ def test_a_relation_made_anew_under_its_name_asks_for_a_rebuild(built: Database)
     assert (verdict(built).verdict, verdict(built).log) == ("rebuild", "elsewhere")
 
 
+def test_a_watch_of_another_cluster_is_begun_anew_though_its_relation_has_the_same_number(
+    built: Database, tmp_path: Path
+) -> None:
+    """Restored into a new cluster, whose transactions are counted from the beginning."""
+    execute(built, f"{MOVE} where source_row = 1")
+    execute(built, "update fabric.watched set cluster = '1', pruned_below = '9000000'")
+    execute(built, "update fabric.source_change set xid = '8000000'")
+    execute(built, "update fabric.watched_column set xid = '7000000'")
+    build(built, tmp_path)
+    assert (verdict(built).log, verdict(built).moved) == ("complete", 0)
+    execute(built, f"{MOVE} where source_row = 2")
+    assert moved_ids(built) == of(2)
+    assert changes(built) == [("update", 1)]
+
+
+def test_a_restored_dump_notes_each_change_once(
+    built: Database, empty_database: Database, tmp_path: Path
+) -> None:
+    made = dump.write(built, tmp_path / "made.dump")
+    restore = [str(made.program.with_name("pg_restore")), "--no-owner"]
+    subprocess.run([*restore, f"--dbname={empty_database.url}", str(made.path)], check=True)
+    assert verdict(empty_database).log == "elsewhere"
+    build(empty_database, tmp_path)
+    execute(empty_database, f"{MOVE} where source_row = 2")
+    assert (verdict(empty_database).log, moved_ids(empty_database)) == ("complete", of(2))
+    assert changes(empty_database) == [("update", 1)]
+
+
+@ON_EVERY_SERVER
 def test_triggers_that_were_switched_off_are_put_back_and_the_time_between_is_not_trusted(
     built: Database, tmp_path: Path
 ) -> None:
@@ -344,37 +371,8 @@ def changes(database: Database) -> list[tuple[str, int]]:
         ).fetchall()
 
 
-@pytest.fixture(params=[15, 16])
-def older_database(request: pytest.FixtureRequest) -> Iterator[Database]:
-    """15 is the floor and has no pgvector here: vectors are bytea."""
-    try:
-        binaries = find_binaries(_machine(), major=request.param)
-    except FabricError:
-        skip_or_fail(f"a Postgres {request.param}")
-    folder = Path(tempfile.mkdtemp(prefix="fabric-pg-"))
-    folder.chmod(0o755)
-    server = EmbeddedPostgres(
-        Place(folder, folder / "postgres", folder / "run"),
-        binaries,
-        options={"fsync": "off", "shared_buffers": "32MB", "max_connections": "20"},
-        durable_initdb=False,
-    )
-    server.start()
-    try:
-        database = Database(url_of(server, "fabric"))
-        database.migrate()
-        yield database
-    finally:
-        server.stop()
-        shutil.rmtree(folder)
-
-
-def _machine() -> Mapping[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "FABRIC_PG_BIN"}
-
-
-def test_older_servers_give_the_same_answers(older_database: Database, tmp_path: Path) -> None:
-    database = older_database
+@ON_EVERY_SERVER
+def test_every_server_gives_the_same_answers(database: Database, tmp_path: Path) -> None:
     land(database)
     build(database, tmp_path)
     execute(database, "update fabric.embed set metadata = 'x'")
@@ -395,6 +393,7 @@ def test_older_servers_give_the_same_answers(older_database: Database, tmp_path:
     assert verdict(database).verdict == "rebuild"
 
 
+@ON_EVERY_SERVER
 def test_the_moved_rows_and_the_log_are_of_one_snapshot(built: Database) -> None:
     """A row that moves while they are read belongs to the next generation."""
     row = vectors.current_generation(built, "corpus")

@@ -7,90 +7,46 @@ is not a disk that fails. A flipped bit is refused by name where it means someth
 from __future__ import annotations
 
 import errno
-import sys
 from collections import Counter
-from itertools import islice
 
 import pytest
 
-from fabric_pipelines.broker.owner import Fatal
-from fabric_pipelines.errors import Backpressure, FabricError, StorageFailed
+from fabric_pipelines.errors import FabricError
+from fabric_pipelines.testing.crash_faults import (
+    ENDS,
+    FATAL,
+    REFUSED,
+    WHOLE,
+    FaultJudge,
+    calls_of,
+    recorded,
+)
 from fabric_pipelines.testing.crash_judge import Judge, flips_of
 from fabric_pipelines.testing.crash_life import FOLDER, Life
-from fabric_pipelines.testing.sim_disk import CrashState, SimDisk, all_kept, crash_states
+from fabric_pipelines.testing.sim_disk import CrashState, SimDisk, all_kept
 
 CHANGES = {"pwritev", "fdatasync", "fsync", "fsync_folder", "rename", "unlink", "fallocate", "open"}
 OFTEN = {"pwritev", "fdatasync"}
 SPACE = {"pwritev", "fallocate", "open", "rename", "fsync", "fsync_folder", "fdatasync"}
 
 
-class WatchedDisk(SimDisk):
-    """Knows which calls were the store's: a folder that fails is a store that is away, not the journal's end. And which
-    were those of a process that only makes a folder and is killed: the broker makes the same ones after it."""
-
-    def __init__(self, **how: object) -> None:
-        super().__init__(**how)  # type: ignore[arg-type]
-        self.of_the_store: set[int] = set()
-        self.of_the_dying: set[int] = set()
-
-    def _call(self, name: str) -> None:
-        frame = sys._getframe(1)
-        for _ in range(6):
-            if frame is None:
-                break
-            if frame.f_code.co_qualname.startswith("FolderStore."):
-                self.of_the_store.add(self.calls)
-                break
-            if frame.f_code.co_name == Life.die_in_making.__name__:
-                self.of_the_dying.add(self.calls)
-                break
-            frame = frame.f_back  # type: ignore[assignment]
-        super()._call(name)
-
-
 @pytest.fixture(scope="module")
 def life() -> Life:
-    return Life(WatchedDisk()).run()
-
-
-def lived(number: int, code: int) -> tuple[Life, str]:
-    """A life in which that call fails, and how it ended: "fatal", "refused" or "whole"."""
-    life = Life(WatchedDisk(failing={number: code}))
-    try:
-        life.run()
-    except Fatal:
-        return life, "fatal"
-    except (StorageFailed, Backpressure):  # outcomes wait for room, new tasks are refused
-        return life, "refused"
-    return life, "whole"
-
-
-def require_kept(life: Life, seed: int) -> None:
-    """What a power cut after the failure may leave: nothing of what was pending, and all of it."""
-    few = islice(crash_states(life.disk, seed=seed, subsets=0, since=len(life.disk.log)), 2)
-    Judge(life).judge_all(few)
+    return recorded()
 
 
 def numbers(life: Life, names: set[str], every: int) -> list[int]:
-    disk = life.disk
-    assert isinstance(disk, WatchedDisk)
-    calls = enumerate(disk.call_names)
-    return [at for at, name in calls if name in names and at not in disk.of_the_dying][::every]
-
-
-def store_calls(life: Life) -> set[int]:
-    disk = life.disk
-    assert isinstance(disk, WatchedDisk)
-    return disk.of_the_store
+    return [at for at in calls_of(life) if life.disk.call_names[at] in names][::every]
 
 
 @pytest.mark.timeout(1800)  # some hundred lives, minutes of CPU
 def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_kept(
     life: Life,
 ) -> None:
+    """All calls: `fabric bench crash --faults`."""
     names = set(life.disk.call_names)
     assert names > CHANGES
-    others = names - CHANGES - {"names", "make_folder"}
+    others = names - CHANGES - {"make_folder"}
     chosen = sorted(
         {
             *numbers(life, CHANGES - OFTEN, 1),
@@ -98,45 +54,21 @@ def test_an_io_error_at_any_call_ends_the_broker_and_what_was_acknowledged_is_ke
             *numbers(life, others, 12),
         }
     )
-    ends: Counter[str] = Counter()
+    judge = FaultJudge(life)
     for at in chosen:
-        name, theirs = life.disk.call_names[at], at in store_calls(life)
-        failed, end = lived(at, errno.EIO)
-        ends[end] += 1
-        if theirs:
-            assert end == "whole", (at, name)
-            said = [what for what in failed.counters if what.endswith("failures")]
-            assert sum(failed.counters[what] for what in said) >= 1, (at, name)
-        else:
-            assert end != "whole", (at, name)
-            require_stopped(failed)
-        if name not in OFTEN or not at % 8:
-            require_kept(failed, at)
-    assert ends["fatal"] > 80
-    assert ends["whole"] > 5, "no call of the store was among them"
-
-
-def require_stopped(life: Life) -> None:
-    """No acknowledgement leaves any more: a journal that failed refuses every further commit."""
-    bench = getattr(life, "bench", None)
-    if bench is None or not bench.disk._stopped:
-        return  # it did not come up, or a checkpoint failed: the process ends either way
-    before = len(life.promises)
-    with pytest.raises((Fatal, FabricError)):
-        life.submit(70, [2])
-    assert len(life.promises) == before
+        often = life.disk.call_names[at] in OFTEN
+        judge.judge(at, errno.EIO, states=not often or not at % 8)
+    assert judge.ends[errno.EIO, FATAL] > 80
+    assert judge.ends[errno.EIO, WHOLE] > 5, "no call of the store was among them"
 
 
 def test_a_full_disk_at_any_call_loses_nothing_and_ends_only_what_cannot_go_on(life: Life) -> None:
-    ends: Counter[str] = Counter()
+    judge = FaultJudge(life)
     for at in numbers(life, SPACE, 5):
-        failed, end = lived(at, errno.ENOSPC)
-        ends[end] += 1
-        if life.disk.call_names[at] in ("pwritev", "fdatasync") and end == "fatal":
-            require_stopped(failed)
-        require_kept(failed, at)
-    assert ends["whole"] > 5, "checkpoints, index files and copies can wait"
-    assert ends["fatal"] + ends["refused"] > 50
+        judge.judge(at, errno.ENOSPC)
+    ends = {end: judge.ends[errno.ENOSPC, end] for end in ENDS}
+    assert ends[WHOLE] > 5, "checkpoints, index files and copies can wait"
+    assert ends[FATAL] + ends[REFUSED] > 50
 
 
 @pytest.mark.parametrize(

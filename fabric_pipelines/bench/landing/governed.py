@@ -35,7 +35,7 @@ from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Writer
 from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.ledger import Ledger
 from fabric_pipelines.records.confirmation import Confirmation
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.records.settled import Settled, Sums
 
 SETTLE_S = 1.5
 TURN_S = 4.0
@@ -80,7 +80,10 @@ class EndlessSource:
     def status(self) -> _Status:
         return _Status()
 
-    def settled(self) -> Settled:
+    def settled_sums(self) -> Sums:
+        return Sums.of(Settled.joined([]).ids(), 1, 0)
+
+    def settled_page(self, begin: int) -> Settled:
         return Settled.joined([])
 
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int:

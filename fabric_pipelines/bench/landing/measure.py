@@ -198,7 +198,8 @@ def _floor_lines(found: dict[str, Any]) -> list[str]:
         "",
         f"**{found['rows']:,} generated rows through completion's loop, a new governor each round**: {each} s; median "
         f"{found['median_s']:.2f} s, {found['rows'] / found['median_s']:,.0f} rows/s. Floor of {found['within_s']:.0f} s "
-        f"in the worst round: {kept}.",
+        f"in the worst round: {kept}. CPU of client and server: "
+        f"{', '.join(f'{seconds:.2f}' for seconds in found['cpu_s'])} s.",
     ]
 
 

@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "states": ("admin", {}, IDS),
     "requeue": ("admin", {"reason": "again"}, IDS),
     "settled": ("completion", {"begin": 0}, b""),
+    "settled_sums": ("completion", {"begin": 0}, b""),
     "drain": ("admin", {"undo": True}, b""),
     "pull": ("completion", {"rows": 5, "wait_s": 0}, b""),
     "release": ("completion", {}, b""),

@@ -49,6 +49,7 @@ FACTS: list[Fact] = [
     Computed("w", THREE, VERDICTS, np.array([1, 0, 7], np.int32), 12, b"ipc"),
     Computed("w", THREE, VERDICTS, np.array([1, 0, 7], np.int32), 12, b"ipc", "m#f/8x512x0"),
     GivenUp("no class is left", THREE),
+    GivenUp("its row cannot be read", THREE, lost=True),
     Requeued("there is a larger card now", THREE),
     Returned("w", "given back", False, False, THREE, VERDICTS),
     Returned("w", "ran out", True, True, THREE, VERDICTS),

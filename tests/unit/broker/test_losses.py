@@ -17,6 +17,8 @@ from fabric_pipelines.broker.wire import error_head, raise_error
 from fabric_pipelines.console import error_of
 from fabric_pipelines.errors import ColdLost, CorruptionFound, NotFetched
 from fabric_pipelines.journal import Journal, OsFileOps
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.testing.damage import sections_of
 from fabric_pipelines.testing.memory_store import MemoryStore
 from tests.support_broker import ids_of, submission_of, tasks_of
 from tests.support_broker_disk import DiskBench
@@ -108,7 +110,8 @@ def test_scrub_and_verify_name_the_rows_for_people_and_for_programs(bench: DiskB
     assert (rows.submission_id, rows.function, rows.rows) == (submission_id, "generate", "20-29")
     assert f"; rows 20-29 of submission {submission_id[:12]})" in bad.sentence
     assert "restore that file from a copy and restart the broker; without a copy" in bad.sentence
-    assert f"rows 20-29 of submission {submission_id[:12]}" in bench.owner.core.fault
+    assert "`fabric broker abandon ID` and submit these rows again under another salt" in bad.remedy
+    assert bench.owner.core.fault == "", "others go on"
     report = bench.owner.verify()
     assert not report.ok
     assert report.damaged == [bad]
@@ -123,12 +126,11 @@ def test_a_damaged_outcome_names_the_rows_whose_outcome_it_was(bench: DiskBench)
     bench.finish(lease)
     path, offset, lsn = frame(bench, Kind.COMPUTED, 0)
     flip_behind(bench, path, offset + 700)
-    with pytest.raises(CorruptionFound) as caught:
-        bench.owner.pull("c", 1000)
-    (place,) = caught.value.places
-    assert (place["lsn"], place["tasks"]) == (lsn, len(ids_of(lease)))
-    assert place["rows"][0]["submission_id"] == submission_id
-    assert str(first) in place["task_ids"]
+    assert bench.owner.pull("c", 1000) is None, "there is no other"
+    (place,) = bench.owner.scrub_report().damaged
+    assert (place.lsn, place.tasks, place.live) == (lsn, len(ids_of(lease)), len(ids_of(lease)))
+    assert place.rows[0].submission_id == submission_id
+    assert str(first) in place.task_ids
 
 
 def test_a_lost_object_names_the_rows_in_it(tmp_path: Path) -> None:
@@ -270,6 +272,65 @@ def test_a_segment_that_is_missing_or_cut_names_its_own_rows(bench: DiskBench, h
         assert journal.first_lsn == 1
 
 
+def based(bench: DiskBench) -> Path:
+    """The one checkpoint that stands for the dropped front of a log, with tasks that are open in it."""
+    bench.attach("w")
+    for mark in range(1, 9):
+        submit(bench, mark)
+        for _ in range(2):
+            lease = bench.lease("w", Budget(14, 1 << 20, None))
+            assert lease is not None
+            bench.finish(lease)
+            bench.retire(bench.pull())
+        sealed(bench)
+        bench.checkpoint()
+        found = list(bench.folder.glob("checkpoint-0*"))
+        if bench.disk.first_lsn > 1 and len(found) == 1:
+            submit(bench, 20)
+            bench.owner.idle()
+            return found[0]
+    raise AssertionError("nothing was dropped")
+
+
+@pytest.mark.parametrize("how", ["column", "head", "gone"])
+def test_a_start_without_the_base_of_the_log_names_what_was_open_there(
+    bench: DiskBench, how: str
+) -> None:
+    path = based(bench)
+    content = path.read_bytes()
+    owner = bench.owner
+    open_ = owner.core.state.total().open_tasks - 3 * ROWS
+    start, sections = sections_of(content)
+    (at,) = (start + part["offset"] + 5 for part in sections if part["name"] == "key")
+    bench.close()
+    if how == "gone":
+        path.unlink()
+    else:
+        flip(path, 100 if how == "head" else at)
+    with pytest.raises(CorruptionFound) as caught:
+        bench._open()
+    fault = told_at_start(caught.value, bench.folder, OsFileOps())
+    (place,) = fault.places
+    assert (place["segment"], place["lsn"]) == (str(path), 1)
+    assert place["last_lsn"] == owner.journal.first_lsn - 1
+    assert f"({path.name} is " in str(fault)
+    assert "restore the checkpoint file from a copy" in str(fault)
+    assert "begin anew (another FABRIC_HOME and database)" in str(fault)
+    assert place["bound"] == "about"
+    if how == "column":
+        assert place["tasks"] == open_
+        assert f"about {open_} tasks were open by what can be read of it" in str(fault)
+        assert place["rows"][0]["count"] > 0
+    else:
+        assert place["tasks"] > 0, "by the frames that are left"
+        assert "were open by what can be read of it" not in str(fault), (
+            "a head is whole, or nothing"
+        )
+    path.write_bytes(content)
+    bench.owner = bench._open()
+    assert bench.owner.verify().ok
+
+
 def test_where_nothing_can_be_told_the_refusal_stays_as_it_was(bench: DiskBench) -> None:
     submit(bench, 1)
     bench.owner.idle()
@@ -295,3 +356,19 @@ def test_places_travel_with_the_refusal() -> None:
     assert caught.value.places == (place,)
     assert error_of(caught.value)["places"] == [place]
     assert "places" not in error_head(CorruptionFound("no place is known"))
+
+
+def test_a_running_broker_whose_base_is_damaged_makes_itself_another_one(bench: DiskBench) -> None:
+    path = based(bench)
+    flip(path, 100)
+    assert "the base of the log is lost" in str(bench.owner.verify().differences)
+    bench.settle(3)
+    upkeep = bench.owner.upkeep
+    assert upkeep is not None
+    assert upkeep.base is not None
+    assert upkeep.newest is not None
+    assert (upkeep.base.base, upkeep.base.digest) == (upkeep.newest.lsn, upkeep.newest.digest)
+    assert not path.exists()
+    assert bench.owner.verify().ok, "the log begins behind the new one"
+    bench.crash()
+    assert bench.owner.verify().ok

@@ -75,7 +75,7 @@ def test_any_other_name_is_nobody(name: bytes) -> None:
 def test_every_call_has_a_role_and_every_role_a_call() -> None:
     assert all(roles and roles <= ALL for roles in ROLES.values())
     assert set().union(*ROLES.values()) == ALL
-    for call in ("settle", "settled", "pull", "verify", "scrub", "drain"):
+    for call in ("settle", "settled", "settled_sums", "pull", "verify", "scrub", "drain"):
         assert ROLES[call] <= WHOLE_BROKER, "acts on every tenant's work"
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_pipelines.broker.accounts import DEAD, RETIRED, STATES
-from fabric_pipelines.broker.settled import settled_page
+from fabric_pipelines.broker.settled import settled_page, settled_sums
 from fabric_pipelines.ids import task_id
-from fabric_pipelines.records.settled import Settled
+from fabric_pipelines.ledger import Amount
+from fabric_pipelines.records.settled import Settled, Sums
 
 INCARNATION = 7
 HEADERS = [SimpleNamespace(submission_id=name * 64, function="generate") for name in "abc"]
@@ -49,3 +50,13 @@ def test_the_pages_hold_every_settled_task_with_its_submission_and_no_other(
     assert found.owner(np.array(ids, np.int64)).tolist() == [expected[task] for task in ids]
     named = {at: (HEADERS[at].submission_id, "generate") for at in set(expected.values())}
     assert found.submissions == named
+    assert found.ids().tolist() == ids
+    sums = Sums.of(found.ids(), rows, -(-len(tasks) // rows))
+    told: list[tuple[int, int]] = []
+    begin = 0
+    while begin is not None:
+        counts, marks, begin = settled_sums(state, begin, rows, pages=2)  # type: ignore[arg-type]
+        told += zip(counts.tolist(), marks.tolist(), strict=True)
+    assert told == list(zip(sums.tasks.tolist(), sums.marks.tolist(), strict=True))
+    plain = [Amount.of(page.ids(), np.zeros(page.tasks, np.int64)) for page in pages]
+    assert told == [(each.tasks, each.fingerprint) for each in plain[: len(told)]]

@@ -264,6 +264,22 @@ def test_a_zombie_with_an_older_token_publishes_nothing(store, tmp_path):
     assert shards.janitor(store, tmp_path, "notes") == ["g000001-t1"]
 
 
+def test_a_database_restored_from_an_older_state_builds_over_folders_that_it_has_forgotten(
+    store, rows, tmp_path
+):
+    """Tokens and numbers come again; the folders of those that were forgotten are in nobody's way."""
+    build(store, tmp_path)
+    older = copy.deepcopy(store)
+    for number in range(3):
+        store.put(rows[0][number : number + 1], -rows[1][:1])
+        build(store, tmp_path)
+    for number in (2, 3, 4, 5):
+        assert build(older, tmp_path).number == number
+        assert shards.scrub(older, tmp_path, "notes").ok
+    left = {path.name for path in (tmp_path / "notes").iterdir() if path.is_dir()}
+    assert left == {f"g{number:06d}-t{number}" for number in (1, 2, 3, 4, 5)}
+
+
 def test_a_lease_held_elsewhere_refuses_the_build_by_name(store, tmp_path):
     store.acquire_shard("notes", "another machine", ttl_s=60)
     with pytest.raises(AlreadyRunning, match="another machine"):

@@ -21,6 +21,7 @@ from tests.mutations import put
 from tests.support_power import PowerDisk
 from tests.unit.shards import test_generation as generations
 from tests.unit.shards import test_refresh as refreshes
+from tests.unit.shards import test_retention as retention
 from tests.unit.shards.test_generation import WorldEnded, build, current
 
 
@@ -96,6 +97,10 @@ def deaths_at_the_card(store, rows, folder):
     generations.test_a_crash_in_the_device_copy_leaves_both_generations_whole_and_says_only_what_was_loaded(
         store, rows, folder
     )
+
+
+def kills_of_a_prune(store, rows, folder):
+    retention.test_a_kill_between_any_two_steps_leaves_rows_that_tell_the_truth(store, rows, folder)
 
 
 Change = Callable[[ast.FunctionDef], None]
@@ -200,6 +205,16 @@ MUTANTS: dict[str, tuple[str, Change, Callable[..., None]]] = {
         "shards.residence:Residence.open",
         moved("self._ask_canaries(", after="self._publish("),
         deaths_at_the_card,
+    ),
+    "files that go without their row": (
+        "shards.retention:prune",
+        left_out("if not store.prune_generation("),
+        kills_of_a_prune,
+    ),
+    "a folder that goes while it is found": (
+        "shards.retention:prune",
+        left_out("hidden.append("),
+        kills_of_a_prune,
     ),
     "a copy of which no row says": (
         "shards.residence:Residence.open",

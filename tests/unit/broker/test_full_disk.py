@@ -1,0 +1,176 @@
+"""A disk that is full to the last segment: what is leased is taken, retired and freed, whatever its size and order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fabric_pipelines.broker.core import Limits
+from fabric_pipelines.broker.facts import Computed, Settled
+from fabric_pipelines.broker.promise import (
+    NAME_BYTES_MAX,
+    OUTCOME_BYTES,
+    PROOF_BYTES_MAX,
+    SETTLE_BYTES,
+    TEXT_BYTES_MAX,
+    TOKEN_BYTES,
+    bounded,
+    require_name,
+    require_proof,
+)
+from fabric_pipelines.errors import Backpressure, SchemaError, StorageFailed, UsageError
+from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, HEADER_BYTES, padded
+from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.completion import ERROR_TEXT_BYTES_MAX, completion_batch
+from fabric_pipelines.testing.sim_disk import SimDisk
+from tests.support_broker import completions, ids_of, ipc_of, submission_of, tasks_of
+from tests.support_broker_disk import DiskBench
+
+NEW = 300
+ALONE = 2 * CONTROL_FRAME_BYTES + 256  # COMMIT, the mark that it is durable, a step of its lane
+
+
+def largest(ids: list[int], status: str, attempts: list[int], new: int = NEW) -> pa.RecordBatch:
+    """Outcomes with all that a worker may say about a task."""
+    columns = completions(ids, status, attempts).to_pydict()
+    columns |= {name: ["x" * most] * len(ids) for name, most in TEXT_BYTES_MAX.items()}
+    columns["finish_reason"] = ["stop" if status == "ok" else "error"] * len(ids)
+    columns["error_text"] = ["e" * ERROR_TEXT_BYTES_MAX] * len(ids)
+    columns["output"] = [list(range(new))] * len(ids)
+    return completion_batch(columns)
+
+
+def frame_bytes(fact: Any) -> int:
+    return HEADER_BYTES + padded(sum(map(len, fact.encode())))
+
+
+def test_what_is_promised_is_enough_for_the_largest_outcome_alone_and_its_retirement() -> None:
+    batch = largest([1], "ok", [0], new=1000)
+    name = "n" * (NAME_BYTES_MAX - 2)
+    one, token = np.arange(1), np.zeros(1, np.int32)
+    verdict = np.ones(1, np.uint8)
+    fact = Computed(name, one, verdict, token, 1 << 40, ipc_of(batch), "k" * 64, 1 << 20)
+    assert frame_bytes(fact) + ALONE <= 1000 * TOKEN_BYTES + OUTCOME_BYTES
+    settled = Settled(False, one, "dead_letter", {"uri": "u" * (PROOF_BYTES_MAX - 10)})
+    assert frame_bytes(settled) + ALONE <= SETTLE_BYTES
+
+
+def test_text_is_bounded_where_it_enters() -> None:
+    columns = completions([1, 2], "failed").to_pydict()
+    columns["error_text"] = ["ä" * 4000, None]
+    cut = bounded(completion_batch(columns)).column("error_text").to_pylist()
+    assert cut == ["ä" * (ERROR_TEXT_BYTES_MAX // 2), None]
+    columns["engine"] = ["e" * 257, "e"]
+    with pytest.raises(SchemaError, match="'engine' of 257 bytes"):
+        bounded(completion_batch(columns))
+    with pytest.raises(UsageError, match="proof is of"):
+        require_proof({"uri": "u" * PROOF_BYTES_MAX})
+    with pytest.raises(UsageError, match="session is a name"):
+        require_name("\U0001f600" * 200)
+
+
+class Course:
+    """Tasks of one submission after another through a disk of so many segments."""
+
+    def __init__(self, segment: int, segments: int, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.bench = DiskBench(
+            Limits(lease_s=1e6, attempts_max=2),
+            ops=SimDisk(capacity=segments * segment + (1 << 18)),
+            segment_bytes=segment,
+        )
+        self.held: list[int] = []
+        self.mark = 0
+        self.said = ""
+
+    def fill(self, most: int = 1 << 20) -> int:
+        """Submit until the broker takes no more; how many times it took something."""
+        taken = 0
+        while taken < most:
+            batch = tasks_of([5 + 7 * self.mark % 56] * 20, seed=self.mark, new=NEW)
+            try:
+                self.bench.submit(submission_of([batch], self.mark), [batch])
+            except (Backpressure, StorageFailed) as refused:
+                self.said = str(refused)
+                return taken
+            taken, self.mark = taken + 1, self.mark + 1
+        return taken
+
+    def restart(self) -> None:
+        held = self.held
+        self.bench.crash()
+        reply = self.bench.attach(held=held)
+        assert sorted(reply.accepted) == sorted(held), "what was leased is still promised"
+
+    def lease(self) -> None:
+        lease = self.bench.lease(budget=Budget(self.draw.choice([1, 3, 40]), 1 << 20, None))
+        self.held += [] if lease is None else ids_of(lease)
+
+    def report(self) -> None:
+        """One alone, or some."""
+        count = self.draw.choice([1, 1, 1, 7])
+        ids, self.held = self.held[:count], self.held[count:]
+        index = self.bench.owner.core.state.index
+        attempts = [int(index.attempts[at & ((1 << 40) - 1)]) for at in ids]
+        status = self.draw.choice(["ok", "ok", "failed"])
+        batch = largest(ids, status, attempts)
+        reply = self.bench.owner.computed("w", batch, ipc_of(batch))
+        assert reply.accepted == len(ids)
+        self.bench.owner.commit()
+        self.bench.owner.idle()
+
+    def land(self) -> None:
+        """One by one."""
+        pulled = self.bench.owner.pull("c", self.draw.choice([1, 5, 1000]))
+        for row in [] if pulled is None else pulled.to_pylist():
+            settle = self.bench.retire if row["status"] == "ok" else self.bench.bury
+            assert settle([row["task_id"]]) == 1
+            self.bench.owner.idle()
+
+    def drain(self, steps: int, restarts: int) -> None:
+        due = {self.draw.randrange(steps // 2) for _ in range(restarts)}
+        for step in range(steps):
+            if step in due:
+                self.restart()
+            self.lease()
+            while self.held and (self.draw.random() < 0.7 or step % 9 == 8):
+                self.report()
+            if self.draw.random() < 0.5:
+                self.land()
+            self.bench.settle(1)
+            if set(self.bench.counts()) <= {"retired", "dead"}:
+                return
+        pytest.fail(f"wedged at {self.bench.counts()} {self.bench.owner.status().journal}")
+
+
+@pytest.mark.parametrize(
+    ("segment", "segments", "seed", "taken_by_others"),
+    [(1 << 16, 6, 1, False), (1 << 16, 9, 2, True), (1 << 17, 6, 3, True)],
+)
+def test_a_disk_full_of_work_drains_to_empty_and_takes_new_tasks_again(
+    segment: int, segments: int, seed: int, taken_by_others: bool
+) -> None:
+    """Whatever is left of it is taken by another program while the tasks run: what was promised is held."""
+    course = Course(segment, segments, seed)
+    course.bench.attach()
+    first = course.fill()
+    assert first >= 30
+    disk = course.bench.ops
+    assert isinstance(disk, SimDisk)
+    if taken_by_others:
+        disk.capacity -= disk.free_bytes(course.bench.folder)
+    course.drain(3000, restarts=3)
+    course.fill()  # refused or not: it tells upkeep that space is wanted
+    course.bench.settle(60)
+    course.drain(3000, restarts=1)
+    course.bench.settle(60)
+    disk.capacity = 1 << 40
+    assert course.fill(10) == 10
+    course.drain(3000, restarts=1)
+    assert course.bench.owner.core.counters["late_acks"] == 0
+    assert course.bench.owner.verify().differences == []
+    course.bench.close()
