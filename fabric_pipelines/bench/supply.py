@@ -1,39 +1,39 @@
-"""What the fabric costs an engine: the same tasks through loop, socket and journal, and straight from memory.
+"""What the fabric costs an engine: the same tasks through loop, socket, journal and database, and straight from memory.
 
-`python -m fabric_pipelines.bench.supply --tasks 5000 --rounds 2`: one vLLM engine in one process, random weights in
-the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, fabric, direct, direct ...: a drift then
-weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's own blocking `generate`, everything in memory, in order of arrival. *fabric* is a
-broker process of its own (Unix socket, journal on disk) and the worker loop; it ends when the last completion is
-journaled. Landing in Postgres is not part of it. Prints one JSON object a side, then the ratios.
+`python -m fabric_pipelines.bench.supply --tasks 20000 --rounds 2 --landed`: one vLLM engine in one process, random weights
+in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, fabric, direct, direct ...: a drift then
+weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in
+memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
+and the worker loop; it ends when the last completion is journaled, with --landed when the last task is retired: its
+row is in Postgres, which runs beside it with a completion process. Prints one JSON object a side, then the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fabric_pipelines.bench import behind
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.device.energy import CardMeter, visible
-from fabric_pipelines.errors import DeviceRefused, StartFailed
+from fabric_pipelines.errors import DeviceRefused, StorageFailed
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
-from fabric_pipelines.settings import Settings
 from fabric_pipelines.worker.engines.checkpoint import (
     CHECKPOINTS,
     QWEN_7B_SHAPE,
@@ -41,6 +41,7 @@ from fabric_pipelines.worker.engines.checkpoint import (
 )
 from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
+from fabric_pipelines.worker.engines.vllm_driver import ADDS_PER_TURN
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (180, 540), (115, 345)  # uniform, upper end left out
@@ -49,6 +50,8 @@ SAMPLING = {"kind": "generate", "temperature": 0.0, "ignore_eos": True}
 SUBMIT_ROWS = 1000
 TAIL = 0.05
 SAMPLE_S = 0.05
+GUIDED_TAIL = 50  # the last fiftieth goes longest cap first, as the broker does it
+LANDING_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,12 @@ class Mix:
 
     def first(self, count: int) -> Mix:
         return Mix(self.prompts[:count], self.new[:count])
+
+    def best_order(self) -> Mix:
+        """As it came, its last fiftieth longest cap first: a drain then waits for no long answer that began last."""
+        tail = len(self.prompts) - len(self.prompts) // GUIDED_TAIL
+        order = [*range(tail), *(tail + np.argsort(-self.new[tail:], kind="stable")).tolist()]
+        return Mix([self.prompts[row] for row in order], self.new[order])
 
 
 def draw_mix(tasks: int, seed: int = 0) -> Mix:
@@ -159,13 +168,47 @@ def _open_card() -> CardMeter | None:
 
 
 def run_direct(engine: VllmEngine, mix: Mix) -> Side:
-    """vLLM's own blocking call on the whole list."""
-    llm = engine.llm
-    import vllm
+    """vLLM fed from memory by a loop of a few lines, in the groups that its driver uses: the best that is known here."""
+    llm_engine, runtime = engine.llm.llm_engine, _vllm()
+    kind = runtime.sampling_params.RequestOutputKind.FINAL_ONLY
+    params = {
+        cap: runtime.SamplingParams(
+            max_tokens=cap, ignore_eos=True, detokenize=False, temperature=0.0, output_kind=kind
+        )
+        for cap in set(mix.new.tolist())
+    }
+    requests = [
+        (f"direct-{row}", runtime.inputs.tokens_input(prompt.tolist()), params[new])
+        for row, (prompt, new) in enumerate(zip(mix.prompts, mix.new.tolist(), strict=True))
+    ]
+    places, group = engine.feeding
+    given = done = reused = generated = 0
+    watch = Watch(lambda: given - done, engine.profile.max_batch_size)
+    with watch:
+        started = time.perf_counter()
+        while done < len(requests):
+            free = places - (given - done)
+            if free >= group:
+                for request in requests[given : given + min(free, ADDS_PER_TURN)]:
+                    llm_engine.add_request(*request)
+                given = min(given + min(free, ADDS_PER_TURN), len(requests))
+            for output in llm_engine.step():
+                if output.finished:
+                    done += 1
+                    reused += output.num_cached_tokens or 0
+                    generated += len(output.outputs[0].token_ids)
+        ended = time.perf_counter()
+    return _direct("direct", mix, reused, generated, watch, (started, ended))
 
+
+def run_generate(engine: VllmEngine, mix: Mix) -> Side:
+    """vLLM's own blocking call on the whole list."""
+    llm, runtime = engine.llm, _vllm()
     prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in mix.prompts]
     params = [
-        vllm.SamplingParams(max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0)
+        runtime.SamplingParams(
+            max_tokens=int(new), ignore_eos=True, detokenize=False, temperature=0.0
+        )
         for new in mix.new
     ]
     watch = Watch(llm.llm_engine.get_num_unfinished_requests, engine.profile.max_batch_size)
@@ -174,27 +217,42 @@ def run_direct(engine: VllmEngine, mix: Mix) -> Side:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         ended = time.perf_counter()
     reused = sum(output.num_cached_tokens or 0 for output in outputs)
+    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return _direct("generate", mix, reused, generated, watch, (started, ended))
+
+
+def _vllm() -> Any:
+    import vllm
+    import vllm.inputs
+    import vllm.sampling_params
+
+    return vllm
+
+
+def _direct(
+    way: str, mix: Mix, reused: int, generated: int, watch: Watch, span: tuple[float, float]
+) -> Side:
+    offered = mix.prompt_tokens
     return Side(
-        "direct",
-        len(outputs),
-        ended - started,
-        mix.prompt_tokens,
+        way,
+        len(mix.prompts),
+        span[1] - span[0],
+        offered,
         reused,
-        mix.prompt_tokens - reused,
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        **watch.shares(started, ended),
+        offered - reused,
+        generated,
+        **watch.shares(*span),
     )
 
 
-def run_fabric(engine: VllmEngine, mix: Mix, home: Path) -> Side:
-    """A broker process, a submission, and the loop until everything is journaled."""
-    before = (
-        engine.stats.reused_tokens,
-        engine.stats.computed_tokens,
-        engine.stats.generated_tokens,
-        engine.stats.busy_s,
-    )
-    with _broker(home) as endpoint, BrokerClient(endpoint, role="producer") as producer:
+def run_fabric(engine: VllmEngine, mix: Mix, home: Path, pg_url: str = "") -> Side:
+    """A broker process, a submission, and the loop until everything is journaled; with a database, until all is retired."""
+    before = _told(engine)
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(behind.broker(home))
+        producer = stack.enter_context(BrokerClient(endpoint, role="producer"))
+        if pg_url:
+            stack.enter_context(behind.completion(home, pg_url))
         submit_started = time.perf_counter()
         _submit(producer, engine.name, mix)
         submit_s = time.perf_counter() - submit_started
@@ -206,28 +264,18 @@ def run_fabric(engine: VllmEngine, mix: Mix, home: Path) -> Side:
             with watch:
                 started = time.perf_counter()
                 counts = loop.run()
-                ended = time.perf_counter()
+                journaled = ended = time.perf_counter()
+                if pg_url:
+                    ended = _retired(producer, len(mix.prompts))
         total = producer.status().total.as_json()
-    assert counts.ok == counts.sent == total["computed"] == len(mix.prompts), counts
+    assert counts.ok == counts.sent == total["retired" if pg_url else "computed"], counts
+    assert counts.ok == len(mix.prompts), counts
     reused, computed, generated, busy_s = (
-        now - then
-        for now, then in zip(
-            (
-                engine.stats.reused_tokens,
-                engine.stats.computed_tokens,
-                engine.stats.generated_tokens,
-                engine.stats.busy_s,
-            ),
-            before,
-            strict=True,
-        )
+        now - then for now, then in zip(_told(engine), before, strict=True)
     )
     seconds = ended - started
-    told = {
-        name: round(value, 3) if isinstance(value, float) else value
-        for name, value in asdict(counts).items()
-        if name in ("leases", "sends", "lease_s", "send_s", "lane_switches", "idle_gaps", "idle_s")
-    }
+    report = counts.as_json(engine.stats, {})
+    told = {name: _short(report[name]) for name in TOLD}
     return Side(
         "fabric",
         counts.ok,
@@ -236,8 +284,43 @@ def run_fabric(engine: VllmEngine, mix: Mix, home: Path) -> Side:
         int(reused),
         int(computed),
         int(generated),
-        loop={**told, "busy_share": round(busy_s / seconds, 4), "submit_s": round(submit_s, 3)},
+        loop={
+            **told,
+            "busy_share": round(busy_s / seconds, 4),
+            "submit_s": round(submit_s, 3),
+            "landed_after_s": round(ended - journaled, 3) if pg_url else None,
+            "landed_rows": behind.landed_rows(pg_url) if pg_url else None,
+        },
         **watch.shares(started, ended),
+    )
+
+
+TOLD = (
+    *("leases", "sends", "lease_s", "send_s", "lane_switches", "idle_gaps", "idle_s"),
+    *("duplicates", "late", "nacked", "expired", "resends", "failed", "refused"),
+    *("padded_tokens", "batch_fill"),
+)
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _told(engine: VllmEngine) -> tuple[float, float, float, float]:
+    """What the engine has counted so far: tokens reused, computed, generated, and its busy seconds."""
+    stats = engine.stats
+    return stats.reused_tokens, stats.computed_tokens, stats.generated_tokens, stats.busy_s
+
+
+def _retired(producer: BrokerClient, tasks: int) -> float:
+    """When the last of them was seen retired, on the clock of a side."""
+    until = time.perf_counter() + LANDING_S
+    while (now := time.perf_counter()) < until:
+        if producer.status().total.as_json()["retired"] >= tasks:
+            return now
+        time.sleep(0.02)
+    raise StorageFailed(
+        f"not all of {tasks} tasks were landed {LANDING_S:.0f} s after the last answer"
     )
 
 
@@ -265,29 +348,6 @@ def _submit(client: BrokerClient, engine: str, mix: Mix) -> None:
     client.submit(header, batches)
 
 
-@contextmanager
-def _broker(home: Path) -> Iterator[str]:
-    """A broker process of its own home; its endpoint."""
-    settings = Settings(home=home)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fabric_pipelines.broker"],
-        env={**os.environ, "FABRIC_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if "ready" not in line:
-            raise StartFailed(f"the broker of the benchmark did not start: {line.strip()!r}")
-        yield settings.broker_endpoint
-    finally:
-        process.terminate()
-        process.wait(30)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
 def open_shape(
     cache: Path, quantisation: str, limits: Limits, options: VllmOptions
 ) -> tuple[VllmEngine, float]:
@@ -312,22 +372,28 @@ def open_shape(
 
 
 def measure(
-    engine: VllmEngine, mix: Mix, rounds: int, home: Path, say: Callable[[Side], None]
+    engine: VllmEngine,
+    mix: Mix,
+    rounds: int,
+    home: Path,
+    say: Callable[[Side], None],
+    pg_url: Callable[[str], str] = lambda name: "",
 ) -> list[Side]:
     """Rounds of both ways on one engine, in turn first; a warm-up of both comes before and is not told. It is a full
-    batch with its own output lengths: after one of 16 tokens each the first side was still the slowest."""
-    warm = mix.first(engine.profile.max_batch_size)
+    batch with its own output lengths: after one of 16 tokens each the first side was still the slowest. pg_url: makes the
+    database of a fabric side, "" for none."""
+    warm, best = mix.first(engine.profile.max_batch_size), mix.best_order()
     run_direct(engine, warm)
     engine.llm.reset_prefix_cache()
-    run_fabric(engine, warm, home / "warm")
+    run_fabric(engine, warm, home / "warm", pg_url("warm"))
     sides: list[Side] = []
     for number in range(rounds):
         for way in ("direct", "fabric") if number % 2 == 0 else ("fabric", "direct"):
             assert engine.llm.reset_prefix_cache(), "vLLM would not empty its prefix cache"
             if way == "direct":
-                sides.append(run_direct(engine, mix))
+                sides.append(run_direct(engine, best))
             else:
-                sides.append(run_fabric(engine, mix, home / str(number)))
+                sides.append(run_fabric(engine, mix, home / str(number), pg_url(f"round{number}")))
             say(sides[-1])
     return sides
 
@@ -348,15 +414,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantisation", choices=("fp8", "none"), default="fp8")
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--step-tokens", type=int, default=16_384)
+    parser.add_argument("--landed", action="store_true", help="end in Postgres, not in the journal")
     parser.add_argument("--home", type=Path, help="folder for journals; default: a temporary one")
     given = parser.parse_args(argv)
     limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
-    with tempfile.TemporaryDirectory(prefix="fabric-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fabric-") as folder, ExitStack() as stack:
         home: Path = (given.home or Path(folder)).resolve()
         engine, load_s = open_shape(home, given.quantisation, limits, VllmOptions())
         _say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
+        pg_url: Callable[[str], str] = lambda name: ""  # noqa: E731 - a database is made or none is
+        if given.landed:
+            server = stack.enter_context(behind.postgres(home))
+            pg_url = partial(behind.database, server)
         sides = measure(
-            engine, draw_mix(given.tasks), given.rounds, home, lambda side: _say(side.as_json())
+            engine,
+            draw_mix(given.tasks),
+            given.rounds,
+            home,
+            lambda side: _say(side.as_json()),
+            pg_url,
         )
         found = ratios(sides)
         _say({"fabric_over_direct": [round(r, 4) for r in found], "mean": round(np.mean(found), 4)})

@@ -31,6 +31,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.outbox import Outbox
+from fabric_pipelines.worker.reuse import Reuse
 from fabric_pipelines.worker.supply import Supply
 from fabric_pipelines.worker.throughput import Throughput
 
@@ -149,6 +150,7 @@ class WorkerLoop:
         self.ladder = ladder or Ladder()
         self.supply = Supply()
         self.counts = Throughput()
+        self._reuse = Reuse(engine.stats, engine.profile.kv_cache_tokens)
         self._attached = False
         self._stopping = False
         self._hold = False
@@ -453,7 +455,7 @@ class WorkerLoop:
         window is used up: the engine is refilled per finished task from the window, while a lease, which costs the
         broker an fsync, brings many. The broker always gives one task, so less than a usual one is never asked."""
         kv = bool(profile.kv_cache_tokens)
-        held = self.supply.kv_tokens if kv else self.supply.tokens
+        held = self._cache_held() if kv else self.supply.tokens
         usual = max(held // max(len(self.supply), 1), 1)
         room = (profile.kv_cache_tokens or profile.max_num_tokens) + window - held
         if window:
@@ -464,6 +466,12 @@ class WorkerLoop:
             return None
         sequences = min(sequences, profile.max_batch_size)
         return Budget(sequences, room, room if kv else None)
+
+    def _cache_held(self) -> int:
+        """Tokens of KV cache that what is in hand takes: prefixes that its tasks share lie there once. How much they share is
+        what the engine has reported of its reuse; counted whole, prefix-heavy work held a quarter of the sequences that a
+        small cache had room for. Too low a figure costs nothing: the engine lets no more in than fits."""
+        return self.supply.kv_tokens - round(self.supply.tokens * self._reuse.share())
 
     def _feed(self) -> None:
         while (lease := self.supply.next_lease()) is not None and self._may_feed(lease):
@@ -524,7 +532,7 @@ class WorkerLoop:
         """Share of the batch that could be computing now, by sequences or by cache, whichever is fuller."""
         profile = self._engine.profile
         cache = profile.kv_cache_tokens
-        held = self.supply.kv_tokens / cache if cache else 0.0
+        held = self._cache_held() / cache if cache else 0.0
         return min(max(self.supply.inside / profile.max_batch_size, held), 1.0)
 
     def _pause(self) -> float:

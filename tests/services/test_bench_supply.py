@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_pipelines.bench.supply import Side, draw_mix, measure, ratios
+from fabric_pipelines.bench.supply import Side, draw_mix, measure, ratios, run_fabric
+from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.records.profile import Profile
 from tests.unit.engines.vllm_over_standin import VllmOverStandin
 
@@ -39,6 +40,29 @@ def test_both_ways_run_the_same_tokens_and_the_last_completion_is_journaled(
         assert side.generated_tokens == int(mix.new.sum())
         assert side.seconds > 0
     assert all(ratio > 0 for ratio in ratios(sides))
+
+
+def test_a_landed_side_ends_with_every_row_in_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Database
+) -> None:
+    monkeypatch.setattr("fabric_pipelines.bench.supply.PROMPT_TOKENS", (20, 60))
+    monkeypatch.setattr("fabric_pipelines.bench.supply.OUTPUT_TOKENS", (5, 20))
+    monkeypatch.setattr("fabric_pipelines.bench.supply.VOCABULARY", (0, 500))
+    engine = VllmOverStandin(tmp_path / "tiny", monkeypatch).open()
+    engine.profile = Profile(4, 64, 4096, 128)
+    side = run_fabric(engine, draw_mix(40), tmp_path / "h", database.url)
+    engine.close()
+    assert side.loop["landed_rows"] == side.tasks == 40
+    assert 0 <= side.loop["landed_after_s"] <= side.seconds
+    assert not any(side.loop[name] for name in ("duplicates", "nacked", "failed", "lane_switches"))
+
+
+def test_the_best_order_ends_with_the_longest_cap_of_the_last_fiftieth_first() -> None:
+    mix = draw_mix(200)
+    best = mix.best_order()
+    assert best.new[:196].tolist() == mix.new[:196].tolist()
+    assert best.new[196:].tolist() == sorted(mix.new[196:].tolist(), reverse=True)
+    assert sorted(map(len, best.prompts)) == sorted(map(len, mix.prompts))
 
 
 def test_a_ratio_is_the_fabric_over_the_direct_side_of_its_round() -> None:

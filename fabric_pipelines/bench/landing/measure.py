@@ -7,24 +7,22 @@ names those that are not.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psycopg
 
+from fabric_pipelines.bench import behind
 from fabric_pipelines.bench.broker import machine
 from fabric_pipelines.bench.landing import floor, governed, prices, turns
 from fabric_pipelines.bench.landing.cpu import Spent, spent
 from fabric_pipelines.bench.landing.rows import FUNCTIONS, batch
 from fabric_pipelines.bench.landing.ways import WAYS, Way
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, kept_elsewhere, place
+from fabric_pipelines.dataplane.postgres import EmbeddedPostgres
 from fabric_pipelines.errors import FabricError, UsageError
 from fabric_pipelines.settings import Settings
 
@@ -63,45 +61,20 @@ def measure(settings: Settings, options: Options, say: Say) -> dict[str, Any]:
     if unknown:
         raise UsageError(f"there is no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
     report: dict[str, Any] = {"rows": options.rows, "rounds": options.rounds, "machine": machine()}
-    with _server(settings) as server:
+    with behind.postgres(settings.home) as server:
         report["postgres"] = server.binaries.version if server.binaries else ""
         if "ways" in options.parts:
             report |= _measure_ways(server, options, say)
         if "floor" in options.parts:
-            database = Database(_database(server, "floor"))
+            database = Database(behind.database(server, "floor"))
             report["floor"] = floor.measure(database, options.rounds, say)
         if "prices" in options.parts:
-            url = _database(server, "prices")
+            url = behind.database(server, "prices")
             report["prices"] = prices.measure(url, options.rows // 2, options.rounds, say)
         if "governor" in options.parts:
-            database = Database(_database(server, "governed"))
+            database = Database(behind.database(server, "governed"))
             report["governor"] = governed.measure(database, options.seconds, options.runs, say)
     return report
-
-
-@contextmanager
-def _server(settings: Settings) -> Iterator[EmbeddedPostgres]:
-    """A server with the fabric's own settings, in a folder of this run on the disk of the home."""
-    settings.home.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=settings.home))
-    inner = Settings(home=folder)
-    server = EmbeddedPostgres(place(inner), log=folder / "postgres.log")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-        for left in (folder, kept_elsewhere(inner)):
-            if left is not None:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _database(server: EmbeddedPostgres, name: str) -> str:
-    with psycopg.connect(server.url, autocommit=True) as admin:
-        admin.execute(f'create database "{name}"'.encode())
-    url = server.url.replace("/fabric?", f"/{name}?")
-    Database(url).migrate()
-    return url
 
 
 def _measure_ways(server: EmbeddedPostgres, options: Options, say: Say) -> dict[str, Any]:
@@ -109,7 +82,7 @@ def _measure_ways(server: EmbeddedPostgres, options: Options, say: Say) -> dict[
     with ExitStack() as stack:
         running: list[tuple[Way, psycopg.Connection]] = []
         for at, make in enumerate(WAYS):
-            url = _database(server, f"way{at}")
+            url = behind.database(server, f"way{at}")
             try:
                 way = make(url)
             except FabricError as reason:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -47,7 +48,13 @@ from fabric_pipelines.worker.engines.vllm_driver import Answer, Driver, Request
 
 KEYS = SAMPLING_KEYS | {"ignore_eos"}
 SHUTDOWN_S = 10.0
+GROUPS = 32  # of a batch: its places stand empty for half a group on average, 1.6 %
 WINDOW_STEPS = 8  # supply beside the engine, in full steps of tokens
+GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
+GRAPH_STEP = 64  # between sizes from 512 on: a step is padded to the next one
+GRAPHS_MOST = (
+    1024  # tokens; a larger step runs so long on the card that its launches hide behind it
+)
 # vLLM's words for what a manifest says in its own.
 WEIGHTS: Mapping[str | None, str] = MappingProxyType(
     {
@@ -89,12 +96,25 @@ ENVIRONMENT = (
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
     """What changes speed and memory, never meaning. kv_blocks: cap of the KV cache, None = what fits;
-    eager: no compilation and no graphs (fast to open, slow to run)."""
+    eager: no compilation and no graphs (fast to open, slow to run); profiles: folder for traces of vLLM's torch
+    profiler (`llm.start_profile`), None = it is not there; group: places that must be free before requests are added (see
+    vllm_driver), None = a thirty-second of the batch."""
 
     gpu_memory_share: float = 0.9
     kv_blocks: int | None = None
     prefix_caching: bool = True
     eager: bool = False
+    profiles: Path | None = None
+    group: int | None = None
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Token counts of the steps that are captured as CUDA graphs: up to a full batch that only decodes. vLLM itself stops at
+    512; a batch of 1,024 that only decodes (a run's beginning and end) then leaves the card waiting for launches."""
+    most = min(sequences, GRAPHS_MOST)
+    return sorted(
+        {*(size for size in (*GRAPH_SIZES, *range(512, most, GRAPH_STEP)) if size < most), most}
+    )
 
 
 class VllmEngine(ByRequest[Driver]):
@@ -159,6 +179,8 @@ class VllmEngine(ByRequest[Driver]):
             prompt_of=self._runtime.inputs.tokens_input,
             is_dead=lambda: bool(core.resources.engine_dead),
             clock=self._clock,
+            places=self.profile.max_batch_size,
+            group=self._options.group or max(self.profile.max_batch_size // GROUPS, 1),
         )
 
     def _require_files(self) -> None:
@@ -175,6 +197,17 @@ class VllmEngine(ByRequest[Driver]):
     def _arguments(self) -> dict[str, Any]:
         limits, options = self.manifest, self._options
         quantised_already = "quantization_config" in read_config(self._folder.path)
+        extra: dict[str, Any] = {}
+        if not options.eager:
+            sizes = graph_sizes(limits.max_batch_size)
+            extra["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if options.profiles is not None:
+            extra["profiler_config"] = {
+                "profiler": "torch",
+                "torch_profiler_dir": str(options.profiles),
+                "torch_profiler_with_stack": False,
+                "ignore_frontend": True,
+            }
         return {
             "model": str(self._folder.path),
             "skip_tokenizer_init": True,
@@ -196,6 +229,7 @@ class VllmEngine(ByRequest[Driver]):
             "enforce_eager": options.eager,
             "disable_log_stats": True,
             "generation_config": "vllm",  # sampling comes from the task alone
+            **extra,
         }
 
     def introspect(self) -> Mapping[str, Told]:
@@ -294,6 +328,17 @@ class VllmEngine(ByRequest[Driver]):
     def inside(self) -> int:
         """Requests that vLLM holds now, running or waiting."""
         return self._opened().inside
+
+    @property
+    def feeding(self) -> tuple[int, int]:
+        """(requests that vLLM is given at once, how many of them must have ended before more are added)."""
+        driver = self._opened()
+        return driver.places, driver.group
+
+    def feed_in_groups(self, places: int, group: int) -> None:
+        """From now on; for measurements that compare."""
+        driver = self._opened()
+        driver.places, driver.group = places, group
 
 
 def _missing() -> MissingDependency:

@@ -2,7 +2,9 @@
 
 vLLM's sockets belong to one thread and its `step` blocks until its scheduler, a process of its own, has done one.
 So the loop puts requests into an inbox and takes answers from a list, with a timeout of its own; while it waits for
-the broker's disk, the steps go on. A fault of vLLM ends the thread and is raised in the loop, after all answers
+the broker's disk, the steps go on. Requests are added in groups: vLLM puts a prompt into the next step whatever else runs, and
+a step that mixes both leaves the path of steps that only generate (captured whole as a graph, attention laid out for
+one token a sequence). So a place that comes free waits until `group` of them are. A fault of vLLM ends the thread and is raised in the loop, after all answers
 that came before it. The thread is a daemon: a wedged runtime must not keep the process alive.
 """
 
@@ -49,7 +51,8 @@ class Answer:
 
 class Driver(RequestDriver):
     """engine: vLLM's LLMEngine; prompt_of: how it wants token ids to be wrapped; is_dead: whether its scheduler
-    process is known to be gone (killed, it leaves `step` blocked for ever)."""
+    process is known to be gone (killed, it leaves `step` blocked for ever); places: sequences that it runs at once;
+    group: so many of them must be free before requests are added."""
 
     def __init__(
         self,
@@ -59,8 +62,12 @@ class Driver(RequestDriver):
         prompt_of: Callable[[list[int]], Any],
         is_dead: Callable[[], bool],
         clock: Clock,
+        places: int,
+        group: int,
     ) -> None:
         super().__init__(name, clock)
+        assert 1 <= group <= places, "an empty engine takes a group"
+        self.places, self.group = places, group
         self._engine, self._prompt_of, self._is_dead = engine, prompt_of, is_dead
         self._inbox: list[Request] = []
         self._inside: dict[str, Request] = {}
@@ -137,7 +144,8 @@ class Driver(RequestDriver):
             self._changed.wait_for(self._has_work)
             if self._closing:
                 return False
-            fresh, self._inbox = self._inbox[:ADDS_PER_TURN], self._inbox[ADDS_PER_TURN:]
+            count = self._wanted()
+            fresh, self._inbox = self._inbox[:count], self._inbox[count:]
             asked_back = self._asked_back
             if fresh and not self._inside:
                 self._stepped_s = self._clock.monotonic_s()
@@ -152,6 +160,11 @@ class Driver(RequestDriver):
             self._step()
             self.busy_s += self._clock.monotonic_s() - started_s
         return True
+
+    def _wanted(self) -> int:
+        """How many requests to add now."""
+        free = self.places - len(self._inside)
+        return min(free, ADDS_PER_TURN) if free >= self.group else 0
 
     def _has_work(self) -> bool:
         return bool(self._inbox or self._inside or self._asked_back or self._closing)

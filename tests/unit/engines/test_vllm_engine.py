@@ -16,7 +16,7 @@ from fabric_pipelines.worker.engines import registry, vllm_driver
 from fabric_pipelines.worker.engines import vllm as vllm_engine
 from fabric_pipelines.worker.engines.checkpoint import QWEN_7B_SHAPE, describe
 from fabric_pipelines.worker.engines.opening import read_folder
-from fabric_pipelines.worker.engines.vllm import VllmEngine
+from fabric_pipelines.worker.engines.vllm import VllmEngine, graph_sizes
 from tests.support import eventually
 from tests.tiny_models import drain, lease_of, polled_until_it_fails
 from tests.unit.engines.vllm_over_standin import EOS, FACTS, VllmOverStandin, expected
@@ -237,7 +237,8 @@ def test_a_killed_scheduler_that_leaves_a_step_blocked_is_noticed(made: VllmOver
     with pytest.raises(EngineFailed, match="scheduler process has ended"):
         polled_until_it_fails(engine, {}, wait_s=0.02)
     assert engine.unfinished() == list(range(8))
-    assert engine.withdraw_unstarted() == []
+    assert engine.withdraw_unstarted() == [4, 5, 6, 7]  # what vLLM never saw cannot be to blame
+    assert engine.unfinished() == list(range(4))
     engine.close()
 
 
@@ -255,6 +256,27 @@ def test_what_runs_is_kept_when_the_rest_is_taken_back(made: VllmOverStandin) ->
     made.faults.step_s = 0.0
     assert sorted(drain(engine)) == [0, 1, 2, 3]
     engine.close()
+
+
+def test_requests_are_added_when_a_group_of_places_is_free(made: VllmOverStandin) -> None:
+    engine = made.open(group=4)
+    core, added = engine.llm.llm_engine, []
+    add = core.add_request
+    core.add_request = lambda *request: (added.append(core.steps), add(*request))[1]
+    engine.submit(lease_of(PROMPTS[:8], {**GREEDY, "ignore_eos": True}, new=9))
+    drain(engine)
+    first, second = added[:4], added[4:]
+    assert first == [0] * 4
+    assert len(second) == 4, "the rest waits beside vLLM until the whole group has ended"
+    assert len(set(second)) == 1
+    assert second[0] >= 9
+
+
+def test_graphs_reach_a_full_batch_and_no_further() -> None:
+    assert graph_sizes(4) == [1, 2, 4]
+    assert graph_sizes(1000)[-3:] == [896, 960, 1000]
+    assert graph_sizes(4096)[-1] == 1024
+    assert len(graph_sizes(1024)) < 51  # vLLM's own list up to 512
 
 
 def test_a_wedged_runtime_is_said_after_its_time(

@@ -15,8 +15,10 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedRenew, ScriptedTask
 from fabric_pipelines.testing.scripted_engine import Script, ScriptedEngine, expected_output
 from fabric_pipelines.worker.backpressure import Rung
+from fabric_pipelines.worker.engines.door import EngineStats
 from fabric_pipelines.worker.loop import NO_MORE, Pace, WorkerLoop
 from fabric_pipelines.worker.outbox import Outbox
+from fabric_pipelines.worker.reuse import Reuse
 
 
 @dataclass
@@ -139,6 +141,32 @@ def test_one_lease_brings_many_tasks_and_the_engine_stays_full_meanwhile() -> No
     assert loop.counts.leases - leases <= (loop.counts.ok - done) / 7
     loop.run()
     broker.require_exactly_once()
+
+
+@pytest.mark.parametrize(("shared", "least", "most"), [(0.0, 8, 10), (0.75, 16, 30)])
+def test_prefixes_that_the_engine_reuses_leave_room_for_more_tasks(
+    shared: float, least: int, most: int
+) -> None:
+    """Each task is 8 tokens of prompt and 4 of answer, the cache 96 and the window 24."""
+    engine = ScriptedEngine(continuous=True, profile=Profile(16, 64, 96, window_tokens=24))
+    loop, _ = worker(engine, ScriptedBroker(tasks(200)))
+
+    def computed_and_reused() -> bool:
+        engine.stats.reused_tokens = round(engine.stats.computed_tokens * shared / (1 - shared))
+        return loop.counts.ok >= 20
+
+    turn_until(loop, computed_and_reused)
+    assert least <= len(loop.supply) <= most
+
+
+def test_reuse_is_that_of_the_work_at_hand_not_of_what_ran_before() -> None:
+    stats = EngineStats(reused_tokens=0, computed_tokens=1_000_000)
+    reuse = Reuse(stats, horizon=1000)
+    assert reuse.share() == 0
+    stats.reused_tokens, stats.computed_tokens = 900, 1_000_100
+    assert reuse.share() == 0.9
+    stats.computed_tokens += 4000
+    assert reuse.share() < 0.2
 
 
 def test_failures_and_refusals_are_reported_per_task_and_stop_nothing() -> None:
