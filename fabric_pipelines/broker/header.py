@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from fabric_pipelines.broker.fields import COUNT_MAX, NAME_MAX, shown
+from fabric_pipelines.broker.promise import require_engine
 from fabric_pipelines.broker.replies import ACKNOWLEDGED
 from fabric_pipelines.broker.roles import Identity, require_tenant
 from fabric_pipelines.errors import UsageError
@@ -73,6 +74,7 @@ def _require_bounds(header: Submission) -> None:
         value = getattr(header, name)
         if not 0 < value <= most:
             raise UsageError(f"submission field {name} is {shown(value)}; it must be in 1..{most}")
+    require_engine(header.engine)
     if not DIGEST.fullmatch(header.fingerprint):
         raise UsageError(
             f"submission field fingerprint is {shown(header.fingerprint)}; it must be 64 hex digits in lower case, "

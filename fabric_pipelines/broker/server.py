@@ -20,7 +20,12 @@ from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
 from fabric_pipelines.broker.owner import Owner
-from fabric_pipelines.broker.promise import bounded, require_name, require_proof
+from fabric_pipelines.broker.promise import (
+    bounded,
+    require_engine,
+    require_name,
+    require_proof,
+)
 from fabric_pipelines.broker.replies import (
     ACKNOWLEDGED,
     PROTOCOL_VERSION,
@@ -260,6 +265,7 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         name, profile = _session(head, who), _profile(head)
         engine, device = fields.text(head, "engine"), fields.text(head, "device")
         fingerprint, held = fields.text(head, "engine_fingerprint"), _ids(parts[0]).tolist()
+        require_engine(engine, fingerprint)
         call = fields.count(head, "call", most=fields.NUMBER_MAX)
         tenant = who.tenant if who.bound else None
         place = who.session(fields.text(head, "place")) if head.get("place") else ""

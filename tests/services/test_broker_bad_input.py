@@ -230,6 +230,9 @@ UPLOADS = [
     ),
     Upload("a gap before the first row", SubmissionConflict, "past", note={"first_row": 7}),
     Upload("a tenant that is no name", (UsageError, WrongTenant), "tenant", head={"tenant": "a/b"}),
+    Upload(
+        "an engine that no outcome can name", UsageError, "129 bytes", head={"engine": "e" * 129}
+    ),
     Upload("a count that is no number", UsageError, "field tasks", head={"tasks": "four"}),
     Upload("a field that is not one", UsageError, "surprise", head={"surprise": 1}),
 ]
@@ -507,6 +510,24 @@ REQUESTS = [
         ask("close", submission_id="0" * 64),
         UsageError,
         "not known",
+    ),
+    Request(
+        "a session whose engine no outcome can name",
+        "worker",
+        lambda c: c.attach(
+            engine="é" * 65, engine_fingerprint="f", device="cpu:0", profile=PROFILE
+        ),
+        UsageError,
+        "engine is of 130 bytes",
+    ),
+    Request(
+        "a session whose engine has a fingerprint like a book",
+        "worker",
+        lambda c: c.attach(
+            engine="e", engine_fingerprint="f" * 65, device="cpu:0", profile=PROFILE
+        ),
+        UsageError,
+        "engine_fingerprint is of 65 bytes",
     ),
     Request("a session that is not attached", "worker", lambda c: c.renew(), NotAttached, "attach"),
     Request(
