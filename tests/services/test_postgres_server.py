@@ -239,7 +239,7 @@ def test_a_server_that_outlived_its_parent_is_stopped_first(home: Path) -> None:
     server.stop()
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1])
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1], ids=["ours", "nobodys"])
 def test_a_pid_file_that_names_somebody_else_stops_nobody(home: Path, pid: int) -> None:
     data = home / "postgres"
     (data / "postmaster.pid").write_text(f"{pid}\n{data}\n0\n5432\n\n\n")
