@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,15 +52,14 @@ def home_settings(tmp_path: Path) -> settings.Settings:
     return settings.load({"home": tmp_path / "home"}, {}, tmp_path)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on the one real quickstart run last: its services stay up until the session ends. Where the run is spread
-    over processes (`-n 2 --dist=loadgroup`), a file stays in one, and so do all tests on that quickstart."""
-    items.sort(key=_on_the_quickstart)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "quickstart" if _on_the_quickstart(item) else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the one real quickstart run last: its services stay up until the session ends."""
+    items.sort(key=lambda item: "quickstarted" in getattr(item, "fixturenames", ()))
 
 
-def _on_the_quickstart(item: pytest.Item) -> bool:
-    return "quickstarted" in getattr(item, "fixturenames", ())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where the run is spread over processes (`-n 2`)."""
+    from tests.support_spread import ByFile
+
+    return ByFile(config, log)

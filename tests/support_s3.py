@@ -7,6 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from botocore.exceptions import BotoCoreError
 from tests.support import eventually, skip_or_fail
 
 TRIES = 3
+START_S = 60.0
 KEYS = {"accessKey": "fabric", "secretKey": "fabric-secret"}
 
 
@@ -49,13 +53,27 @@ def seaweed(folder: Path) -> Iterator[str]:
 
 
 def _stands(server: subprocess.Popen[bytes], ports: list[int]) -> bool:
-    """Whether all of it answers; False if it ended, as it does when somebody else took one of its ports first."""
-    eventually(
-        lambda: server.poll() is not None or all(map(listens, ports)),
-        within_s=60,
-        what="SeaweedFS answers",
-    )
-    return server.poll() is None
+    """Whether all of it answers; False if it ended, as it does when somebody else took one of its ports first, or if a
+    part of it never does."""
+    master, _, filer, s3 = ports
+    asked = (f"{master}/dir/assign", f"{filer}/", f"{s3}/")
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and server.poll() is None:
+        if all(map(listens, ports)) and all(map(_answers, asked)):
+            return server.poll() is None
+        time.sleep(0.1)
+    return False
+
+
+def _answers(address: str) -> bool:
+    """Whatever it says, but for an error of its own: the master has no volume to name at first."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{address}", timeout=5):
+            return True
+    except urllib.error.HTTPError as said:
+        return said.code < 500
+    except OSError:
+        return False
 
 
 def environment_of(endpoint: str) -> dict[str, str]:

@@ -77,7 +77,7 @@ def require_name(name: str) -> None:
 def require_engine(engine: str, fingerprint: str = "") -> None:
     """UsageError for an engine whose outcomes could not be taken for its name alone."""
     for name, value in (("engine", engine), ("engine_fingerprint", fingerprint)):
-        size, most = len(value.encode()), TEXT_BYTES_MAX[name]
+        size, most = len(value.encode(errors="surrogatepass")), TEXT_BYTES_MAX[name]
         if size > most:
             raise UsageError(
                 f"{name} is of {size} bytes; it must be of at most {most}, since every outcome carries it"

@@ -28,9 +28,10 @@ import psycopg
 import pyarrow as pa
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.bench.behind import database as new_database
+from fabric_pipelines.bench.behind import postgres
 from fabric_pipelines.bench.landing import governed
 from fabric_pipelines.bench.landing.foreground import PAUSE_S, ROWS, TABLE
-from fabric_pipelines.bench.landing.measure import _database, _server
 from fabric_pipelines.completion.receive import OpenGate
 from fabric_pipelines.dataplane.cpu_slices import LONG_NS, BackendSlice, ask
 from fabric_pipelines.dataplane.database import Connection, Database
@@ -141,7 +142,7 @@ def measure(names: list[str], rate: float, seconds: float) -> list[str]:
     rows: Counter[str] = Counter()
     spans: list[tuple[str, float, float]] = []
     with ExitStack() as stack:
-        url = _database(stack.enter_context(_server(settings_module.load())), "waits")
+        url = new_database(stack.enter_context(postgres(settings_module.load().home)), "waits")
         database = Database(url)
         with database.session() as connection:
             connection.execute(TABLE.encode())

@@ -69,7 +69,7 @@ def test_a_full_disk_refuses_new_work_and_takes_it_once_there_is_room(user: User
         refused, said = next((n, said) for n in range(1, 5) if (said := submit(on, n)).code)
         assert (said.code, said.sentence) == (
             1,
-            f"the disk of journal {user.home}/journal is full (preparing a segment): free some space and "
+            f"the disk of journal {user.home}/journal is full (keeping room for results): free some space and "
             "try again",
         )
         (user.home / "ballast").unlink()
