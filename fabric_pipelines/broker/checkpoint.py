@@ -48,6 +48,7 @@ class Checkpoints:
         self._folder, self._journal_id, self._ops = folder, journal_id, ops
         self._reserved = 0
         self._claimed: int | None = None
+        self.refused_bytes = 0  # of the last one that `write` had no room for
 
     def claim(self, lsn: int) -> None:
         """A checkpoint over everything up to `lsn` is under way."""
@@ -78,6 +79,7 @@ class Checkpoints:
             self._ops.fsync_folder(self._folder)
         except OSError as fault:
             if fault.errno in FULL:
+                self.refused_bytes = size
                 return None
             raise _failed(path, "written", fault) from fault
         self._reserved = 0
@@ -91,7 +93,7 @@ class Checkpoints:
         assert self._claimed is None, "what lies ready is the one under way's"
         if size <= self._reserved:
             return True
-        wanted = (size // RESERVE_STEP + 1) * RESERVE_STEP
+        wanted = _stepped(size)
         ready = self._folder / READY
         try:
             fd = self._ops.open(ready, create=READY not in self._ops.names(self._folder))
@@ -104,6 +106,20 @@ class Checkpoints:
             if fault.errno not in FULL:
                 raise _failed(ready, "prepared", fault) from fault
         return size <= self._reserved
+
+    def lacks(self, size: int) -> int:
+        """Bytes that the disk must have free for `reserve` to say yes."""
+        ready = self._folder / READY
+        try:
+            if READY not in self._ops.names(self._folder):
+                return _stepped(size)
+            fd = self._ops.open(ready)
+            try:
+                return max(_stepped(size) - self._ops.size(fd), 0)
+            finally:
+                self._ops.close(fd)
+        except OSError as fault:
+            raise _failed(ready, "looked at", fault) from fault
 
     @property
     def is_claimed(self) -> bool:
@@ -197,6 +213,10 @@ class Checkpoints:
                         has_next = True
         except OSError as fault:
             raise _failed(self._folder, "rid of old checkpoints", fault) from fault
+
+
+def _stepped(size: int) -> int:
+    return (size // RESERVE_STEP + 1) * RESERVE_STEP
 
 
 def _failed(path: Path, doing: str, fault: OSError) -> StorageFailed:

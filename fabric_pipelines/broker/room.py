@@ -98,10 +98,21 @@ class Room:
         return 0 if self._space is None else self._space.segment_bytes * 3 // 2
 
     @property
+    def needed(self) -> int:
+        """What nobody may take but those whom it is for."""
+        return self._state.promised_bytes + self.floor
+
+    @property
     def keep(self) -> int:
         """What new tasks leave."""
-        work = 0 if self._space is None else self._space.segment_bytes // 2
-        return self._state.promised_bytes + self.floor + work
+        return self.needed + (0 if self._space is None else self._space.segment_bytes // 2)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether new tasks that fill a segment would leave that."""
+        if self._space is None or (left := self.left) is None:
+            return True
+        return left >= self._space.segment_bytes * 3 // 2
 
     @property
     def slack(self) -> int | None:
@@ -123,7 +134,7 @@ class Room:
             return None
         promised = self._state.promised_bytes
         if isinstance(fact, Requeued):
-            return promised + self.floor
+            return self.needed
         if isinstance(fact, SubmissionClosed):
             return promised + self.floor // 2
         if isinstance(fact, Moved | MovedComputed):

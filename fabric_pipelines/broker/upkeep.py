@@ -140,10 +140,17 @@ class Upkeep:
                 self.begin_checkpoint()
             elif self.pressed and now_s - self._pressed_s >= PRESSED_EVERY_S:
                 self._pressed_s = now_s
+                self._look_again()
                 self._make_room()
             elif not self.pressed:
                 self.core.room.may_dip = False
                 self._give_back(now_s)
+
+    def _look_again(self) -> None:
+        """What a caller found full may be so no longer, without a DROP: others freed space, or free segments gave way."""
+        if self.disk_full and self.core.room.is_wide:
+            size = self._checkpoint_size()
+            self.disk_full = not self._has_checkpoint_room(size, self.core.room.keep)
 
     def _give_back(self, now_s: float) -> None:
         """Segments that nothing needed for a while: what is leased was more once."""
@@ -177,6 +184,10 @@ class Upkeep:
         if taken is None:
             self._checkpoints.release()
             self.counters["checkpoints_refused"] += 1
+            size = self._checkpoints.refused_bytes
+            lacked = self._checkpoints.lacks(size)
+            if lacked and self._has_checkpoint_room(size, self.core.room.needed):
+                self._behind = max(self._behind, self.rhythm.checkpoint_bytes)  # at once again
         else:
             self._words.log([taken])
             self._words.commit()
@@ -194,17 +205,34 @@ class Upkeep:
         log is ever freed."""
         if self._checkpoints.is_claimed:
             return
-        state = self.core.state
-        size = CHECKPOINT_BYTES + TASK_BYTES * state.index.count
-        size += SUBMISSION_BYTES * len(state.submissions)
-        size = max(size, 2 * self.newest.size if self.newest is not None else 0)
-        if not self._checkpoints.reserve(size):
+        size = self._checkpoint_size()
+        if not self._has_checkpoint_room(size, self.core.room.keep):
             self.disk_full = True
             raise Backpressure(
                 f"the disk of the journal is full: it has no {size} bytes for the next checkpoint, which frees space in "
-                "the end; tasks are taken again when results have landed",
+                "the end; tasks are taken again when what has landed was dropped from the log, or when space is freed",
                 retry_after_s=5.0,
             )
+
+    def _checkpoint_size(self) -> int:
+        """Of the next one, at most."""
+        state = self.core.state
+        size = CHECKPOINT_BYTES + TASK_BYTES * state.index.count
+        size += SUBMISSION_BYTES * len(state.submissions)
+        return max(size, 2 * self.newest.size if self.newest is not None else 0)
+
+    def _has_checkpoint_room(self, size: int, keep: int) -> bool:
+        """If need be out of free segments that are not needed to hold `keep` bytes: a drained log leaves many, and the disk
+        has nothing else. None is given back in vain, since leases could use it."""
+        if self._checkpoints.reserve(size):
+            return True
+        if self._checkpoints.lacks(size) > self.journal.freeable(keep):
+            return False
+        while self.journal.release(keep, most=1):
+            self.core.room.look()
+            if self._checkpoints.reserve(size):
+                return True
+        return False
 
     def kept(self) -> list[CheckpointTaken]:
         """Of which files are here: of the newest, of the spare before it, of the one that the log begins behind."""

@@ -236,11 +236,18 @@ class Journal:
                     break
         return self.held_bytes
 
-    def release(self, size: int) -> None:
-        """Give back free files as long as so many bytes stay held."""
-        while self.held_bytes - self._whole_bytes >= size and self._shelf.free:
-            with self._failing_stops("giving back free files"):
-                self._shelf.less()
+    def release(self, size: int, most: int = 1 << 40) -> int:
+        """Give back free files, at most so many, as long as `size` bytes stay held; how many went."""
+        with self._failing_stops("giving back free files"):
+            return self._shelf.less(min(self._over(size), most))
+
+    def freeable(self, size: int) -> int:
+        """Bytes that the disk has free, or would have if `release` gave back all that it can."""
+        free = max(self._ops.free_bytes(self.folder), 0)
+        return free + min(self._over(size), len(self._shelf.free)) * self.segment_bytes
+
+    def _over(self, size: int) -> int:
+        return max(self.held_bytes - size, 0) // max(self._whole_bytes, 1)
 
     def fits(self, frame_bytes: int) -> bool:
         """Whether such a frame goes into this segment."""

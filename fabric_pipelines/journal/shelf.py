@@ -67,12 +67,15 @@ class Shelf:
         self.free.append(path)
         return True
 
-    def less(self) -> None:
-        """One that is free goes."""
-        path = self.free.pop()
-        if path in self._fds:
-            self._ops.close(self._fds.pop(path))
-        self._ops.unlink(path)
+    def less(self, most: int) -> int:
+        """Of those that are free so many go, or all; how many went."""
+        count = min(len(self.free), most)
+        for _ in range(count):
+            path = self.free.pop()
+            if path in self._fds:
+                self._ops.close(self._fds.pop(path))
+            self._ops.unlink(path)
+        return count
 
     def _new(self) -> Path:
         if self._short:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -174,3 +176,61 @@ def test_a_disk_full_of_work_drains_to_empty_and_takes_new_tasks_again(
     assert course.bench.owner.core.counters["late_acks"] == 0
     assert course.bench.owner.verify().differences == []
     course.bench.close()
+
+
+class FullDisk(SimDisk):
+    """On which a file that was not allocated cannot grow either."""
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        grown = offset + sum(map(len, buffers)) - self.size_of(self._open[fd])
+        if grown > max(self.free_bytes(DiskBench.folder), 0):
+            raise OSError(errno.ENOSPC, "full")
+        return super().pwritev(fd, buffers, offset)
+
+    def take_rest(self) -> None:
+        """Another program does."""
+        self.capacity -= max(self.free_bytes(DiskBench.folder), 0)
+
+
+@pytest.mark.parametrize("left", ["all the log", "its end"])
+def test_a_drained_disk_takes_a_producer_that_comes_every_five_seconds_again(left: str) -> None:
+    """After a restart, when all that the disk has lies in free segments and the checkpoint's file has nothing."""
+    disk = FullDisk(capacity=24 << 16)
+    bench = DiskBench(Limits(lease_s=1e6, attempts_max=2), ops=disk, segment_bytes=1 << 16)
+    bench.attach()
+
+    def submit(mark: int) -> bool:
+        batch = tasks_of([1500] * 7, seed=mark)
+        try:
+            bench.submit(submission_of([batch], mark), [batch])
+        except (Backpressure, StorageFailed):
+            return False
+        return True
+
+    mark = 0
+    while mark < 12 and submit(mark):
+        mark += 1
+    while (lease := bench.lease()) is not None:
+        bench.finish(lease)
+        bench.retire(bench.pull())
+    assert set(bench.counts()) == {"retired"}
+    if left == "its end":
+        bench.disk.roll()
+        bench.checkpoint()
+    bench.disk.hold(1 << 40)
+    disk.take_rest()
+    bench.crash()
+    bench.settle(1)
+    disk.take_rest()
+    tries = 1
+    while not submit(100):
+        assert tries < 2, "the second try gets in"
+        tries += 1
+        bench.settle(8)  # 4.8 s
+    bench.settle(8)
+    assert all(submit(101 + more) for more in range(3))
+    bench.settle(2)
+    assert bench.owner.upkeep is not None
+    assert not bench.owner.upkeep.disk_full
+    assert bench.owner.verify().differences == []
+    bench.close()
