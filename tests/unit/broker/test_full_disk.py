@@ -192,45 +192,86 @@ class FullDisk(SimDisk):
         self.capacity -= max(self.free_bytes(DiskBench.folder), 0)
 
 
-@pytest.mark.parametrize("left", ["all the log", "its end"])
-def test_a_drained_disk_takes_a_producer_that_comes_every_five_seconds_again(left: str) -> None:
-    """After a restart, when all that the disk has lies in free segments and the checkpoint's file has nothing."""
+def drained(*, is_dropped: bool) -> tuple[FullDisk, DiskBench]:
+    """All that the disk has lies in free segments, or in a log of which nothing lives; the broker was restarted."""
     disk = FullDisk(capacity=24 << 16)
     bench = DiskBench(Limits(lease_s=1e6, attempts_max=2), ops=disk, segment_bytes=1 << 16)
     bench.attach()
-
-    def submit(mark: int) -> bool:
-        batch = tasks_of([1500] * 7, seed=mark)
-        try:
-            bench.submit(submission_of([batch], mark), [batch])
-        except (Backpressure, StorageFailed):
-            return False
-        return True
-
-    mark = 0
-    while mark < 12 and submit(mark):
-        mark += 1
+    assert all(takes(bench, mark) for mark in range(12))
     while (lease := bench.lease()) is not None:
         bench.finish(lease)
         bench.retire(bench.pull())
     assert set(bench.counts()) == {"retired"}
-    if left == "its end":
+    if is_dropped:
         bench.disk.roll()
         bench.checkpoint()
+    disk.unlink(bench.folder / "checkpoint.new")
     bench.disk.hold(1 << 40)
     disk.take_rest()
     bench.crash()
-    bench.settle(1)
-    disk.take_rest()
+    return disk, bench
+
+
+def takes(bench: DiskBench, mark: int) -> bool:
+    batch = tasks_of([1500] * 7, seed=mark)
+    try:
+        bench.submit(submission_of([batch], mark), [batch])
+    except (Backpressure, StorageFailed):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_drained_disk_takes_a_producer_that_comes_every_five_seconds_again(
+    is_dropped: bool,
+) -> None:
+    disk, bench = drained(is_dropped=is_dropped)
+    upkeep = bench.owner.upkeep
+    assert upkeep is not None
+    assert disk.free_bytes(bench.folder) == 0
     tries = 1
-    while not submit(100):
+    while not takes(bench, 100):
         assert tries < 2, "the second try gets in"
         tries += 1
         bench.settle(8)  # 4.8 s
+        upkeep.settle()  # nobody gets in only because a checkpoint is under way
     bench.settle(8)
-    assert all(submit(101 + more) for more in range(3))
+    assert all(takes(bench, 101 + more) for more in range(3))
     bench.settle(2)
-    assert bench.owner.upkeep is not None
-    assert not bench.owner.upkeep.disk_full
+    assert not upkeep.disk_full
     assert bench.owner.verify().differences == []
+    bench.close()
+
+
+def test_a_checkpoint_that_the_disk_refused_gets_its_space_from_free_segments() -> None:
+    """Beyond what is promised and the floor, and the log is dropped behind it."""
+    _, bench = drained(is_dropped=False)
+    upkeep = bench.owner.upkeep
+    assert upkeep is not None
+    segments = len(bench.disk.holdings)
+    upkeep.begin_checkpoint()
+    bench.settle(4)
+    figures = (upkeep.counters["checkpoints_refused"], upkeep.counters["checkpoints"])
+    assert figures == (1, 1)
+    assert len(bench.disk.holdings) < segments
+    assert bench.disk.held_bytes >= bench.owner.core.room.needed
+    bench.close()
+
+
+def test_free_segments_that_are_promised_or_the_floor_never_give_way() -> None:
+    disk, bench = drained(is_dropped=True)
+    bench.attach()
+    assert takes(bench, 100)
+    assert bench.lease() is not None
+    room, upkeep = bench.owner.core.room, bench.owner.upkeep
+    assert upkeep is not None
+    bench.disk.release(room.needed)
+    disk.take_rest()
+    held = bench.disk.held_bytes
+    assert bench.owner.core.state.promised_bytes > 0
+    assert not upkeep._has_checkpoint_room(1 << 20, room.needed)
+    assert (bench.disk.held_bytes, upkeep.disk_full) == (held, False)
+    assert not takes(bench, 101)
+    bench.settle(3)
+    assert bench.disk.held_bytes >= room.needed
     bench.close()
