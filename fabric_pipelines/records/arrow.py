@@ -164,7 +164,7 @@ def from_ipc(data: Any, *, validate: bool = True) -> pa.RecordBatch:
     return batch
 
 
-# what pyarrow raises of bytes that anybody may have sent; some of its own are NotImplementedError or KeyError as well
+# what pyarrow raises of bytes that anybody may have sent; some of its own are of other kinds as well
 _UNREADABLE = (
     pa.ArrowException,
     StopIteration,
