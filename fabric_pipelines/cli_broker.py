@@ -80,7 +80,7 @@ def broker_drain(
 @app.command("abandon")
 def broker_abandon(
     ctx: typer.Context,
-    submission_id: Annotated[str, typer.Argument(help="Its id, all 64 digits.")],
+    submission_id: Annotated[str, typer.Argument(help="Its id, or the first 12 digits of it.")],
     as_json: Json = False,
 ) -> None:
     """End a submission that will never be whole: what came of it runs, nothing more is taken, its id is used up. Tasks
@@ -190,13 +190,15 @@ def broker_serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="Loopback port of its Prometheus counters.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """The broker in the foreground, for a supervisor of your own; SIGTERM ends it cleanly."""
+    """The broker in the foreground, for a supervisor of your own; SIGTERM ends it cleanly. One line on stdout once it
+    answers, with --json an object."""
     from fabric_pipelines.broker.__main__ import run
 
     if metrics_port is not None:
         ctx.obj = {**(ctx.obj or {}), "metrics_port": metrics_port}
-    raise typer.Exit(run(settings_of(ctx)))
+    raise typer.Exit(run(settings_of(ctx), as_json=as_json))
 
 
 @app.command("certificates")

@@ -9,6 +9,7 @@ a socket file that a dead broker left behind is removed, one that somebody answe
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyarrow as pa
 
@@ -67,12 +68,12 @@ def main() -> int:
     return run()
 
 
-def run(settings: Settings | None = None) -> int:
+def run(settings: Settings | None = None, *, as_json: bool = False) -> int:
     """Exit code of a broker with these settings, or those of the environment."""
     try:
         found = settings_module.load() if settings is None else settings
         try:
-            return serve(found)
+            return serve(found, as_json=as_json)
         except CorruptionFound as fault:
             raise told_at_start(fault, found.journal_dir, OsFileOps()) from fault
     except (FabricError, Fatal, OSError) as fault:
@@ -81,7 +82,7 @@ def run(settings: Settings | None = None) -> int:
         return reason.exit_code
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, *, as_json: bool = False) -> int:
     """Runs until a signal. Raises what keeps it from starting."""
     doors = _doors(settings)
     endpoint = doors[0][0]
@@ -124,11 +125,14 @@ def serve(settings: Settings) -> int:
         exporter = export(desk, shared, settings.metrics_port) if settings.metrics_port else None
         servers = [_bind(where, desk, credentials, shared) for where, credentials in doors]
         calls = _bind_calls(endpoint, servers[0])
-        print(  # noqa: T201 - the supervisor waits for this line
-            f"broker ready on {' and '.join(where for where, _ in doors)} journal {journal.journal_id} incarnation "
-            f"{journal.incarnation} pid {os.getpid()} tasks {owner.core.state.index.count}",
-            flush=True,
-        )
+        said = {
+            "ready": [where for where, _ in doors],
+            "journal": journal.journal_id,
+            "incarnation": journal.incarnation,
+            "pid": os.getpid(),
+            "tasks": owner.core.state.index.count,
+        }
+        print(_ready(said, as_json), flush=True)  # noqa: T201 - a supervisor waits for this line
         while not stop.wait(LOOK_EVERY_S):
             if (gone := home.lost()) is not None:
                 _end(gone)
@@ -139,6 +143,13 @@ def serve(settings: Settings) -> int:
     if not clean:
         os._exit(0)  # the journal is closed; a producer's open stream would keep the interpreter
     return 0
+
+
+def _ready(said: dict[str, Any], as_json: bool) -> str:
+    if as_json:
+        return json.dumps(said)
+    rest = " ".join(f"{name} {value}" for name, value in said.items() if name != "ready")
+    return f"broker ready on {' and '.join(said['ready'])} {rest}"
 
 
 def _say(fault: FabricError) -> None:

@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from fabric_pipelines.errors import (
 SUFFIX = ".call"
 MAGIC = b"FPC1"
 FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
+STREAM_BYTES_MAX = 65 << 20  # a frame of an upload: a task batch is of 64 MiB at most
+HELD_BYTES_MAX = 1 << 30  # of requests that are not answered, beyond _TRUSTED_BYTES each
 _HEADER = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go
 _TRUSTED_BYTES = 5 << 20  # a piece of an upload is 4 MiB and what is beside it
@@ -59,6 +62,42 @@ def path_beside(socket_path: Path) -> Path:
             "FABRIC_BROKER_URL to another name"
         )
     return socket_path.with_name(socket_path.stem + SUFFIX)
+
+
+class Allowance:
+    """What the requests of all connections may hold in memory together; each takes of it as its bytes arrive."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            if size > self._left:
+                raise Backpressure(
+                    "the broker holds as many bytes of unanswered requests as it may: ask again, or send less at a time"
+                )
+            self._left -= size
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self._left += size
+
+
+class Held:
+    """What one connection holds of an allowance."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        self._allowance.take(size)
+        self._size += size
+
+    def release(self) -> None:
+        self._allowance.give(self._size)
+        self._size = 0
 
 
 class CallServer:
@@ -85,22 +124,28 @@ class CallServer:
         self._open: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._ending = threading.Event()
+        self._allowance = Allowance(HELD_BYTES_MAX)
         threading.Thread(target=self._accept, name="broker-calls", daemon=True).start()
 
     def close(self) -> None:
-        """Take no new requests; those under way are answered, for a while."""
+        """Take no new requests; those under way are answered, for a while that is the same for all."""
         with self._lock:
             self._ending.set()
             threads = list(self._open.values())
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
+            self._shut(socket.SHUT_RD)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._path.unlink(missing_ok=True)
-        for thread in threads:
-            thread.join(_STOP_S)
+        _join(threads, _STOP_S)
+        with self._lock:
+            self._shut(socket.SHUT_RDWR)  # who does not read its answer by now is not waited for
+        _join(threads, _STOP_S)
+
+    def _shut(self, how: int) -> None:
+        for connection in self._open:
+            with contextlib.suppress(OSError):
+                connection.shutdown(how)
 
     def _accept(self) -> None:
         while True:
@@ -136,9 +181,10 @@ class CallServer:
         connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
+        held = Held(self._allowance)
         try:
             _widen(connection)
-            while (body := receive(connection)) is not None:
+            while (body := receive(connection, take=held.take)) is not None:
                 try:
                     head, parts = unpack(body)
                 except SchemaError as fault:
@@ -146,27 +192,40 @@ class CallServer:
                     continue
                 name = str(head.pop("do", None))
                 if name == STREAM and self._upload is not None:
-                    self._upload(parts, CallStream(connection, self._ending))
+                    self._upload(parts, CallStream(connection, self._ending, held))
                     _let_go(connection)
                     return
                 send(connection, *self._answer(name, head, parts))
-        except SchemaError as fault:
+                held.release()
+        except FabricError as fault:
             with contextlib.suppress(OSError):
                 send(connection, self._refuse(fault), ())
                 _let_go(connection)
         except OSError:
             pass  # the caller is gone; whatever it asked for is in the journal or never was
         finally:
+            held.release()
             with self._lock:
                 self._open.pop(connection, None)
             connection.close()
 
 
+def _join(threads: list[threading.Thread], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+
+
 class CallStream:
     """An upload's connection, at either end; one thread receives and one sends."""
 
-    def __init__(self, connection: socket.socket, ending: threading.Event | None = None) -> None:
-        self._socket, self._ending = connection, ending
+    def __init__(
+        self,
+        connection: socket.socket,
+        ending: threading.Event | None = None,
+        held: Held | None = None,
+    ) -> None:
+        self._socket, self._ending, self._held = connection, ending, held
 
     @classmethod
     def opened(cls, path: Path, endpoint: str, command: bytes) -> CallStream:
@@ -185,7 +244,11 @@ class CallStream:
     def read(self) -> tuple[Head, list[memoryview]] | None:
         """Head and parts of the next frame, None at the end. SchemaError for what is no frame, and BrokerUnavailable if
         it is this broker that ends."""
-        body = receive(self._socket)
+        if self._held is None:
+            body = receive(self._socket)
+        else:
+            self._held.release()  # what was read before is on its tenant's account now
+            body = receive(self._socket, STREAM_BYTES_MAX, take=self._held.take)
         if body is not None:
             return unpack(body)
         if self._ending is not None and self._ending.is_set():
@@ -296,32 +359,40 @@ def send(connection: socket.socket, head: Mapping[str, Any], parts: Sequence[Par
         rest = rest[connection.send(rest) :]
 
 
-def receive(connection: socket.socket) -> memoryview | None:
-    """The next message's envelope, in memory of its own; None at the end. SchemaError: not our frame."""
-    header = _read(connection, _HEADER.size)
+def receive(
+    connection: socket.socket,
+    most: int = FRAME_BYTES_MAX,
+    *,
+    take: Callable[[int], None] = lambda size: None,
+) -> memoryview | None:
+    """The next message's envelope, in memory of its own; None at the end. SchemaError: not our frame. `take` is told
+    of memory beyond the first 5 MiB before it is used, and may refuse."""
+    header = _read(connection, _HEADER.size, take)
     if header is None:
         return None
     magic, size = _HEADER.unpack(header)
     if magic != MAGIC:
         raise SchemaError("the call socket takes frames of this fabric only: use its own client")
-    if size > FRAME_BYTES_MAX:
+    if size > most:
         raise SchemaError(
-            f"a message of {size} bytes is longer than {FRAME_BYTES_MAX}: send fewer tasks at a time"
+            f"a message of {size} bytes is longer than {most}: send fewer tasks at a time"
         )
-    body = _read(connection, size)
+    body = _read(connection, size, take)
     if body is None:
         raise ConnectionResetError("the message ended early")
     return body
 
 
-def _read(connection: socket.socket, size: int) -> memoryview | None:
+def _read(connection: socket.socket, size: int, take: Callable[[int], None]) -> memoryview | None:
     """Exactly so many bytes, or None if the connection ended. Memory grows with what arrives: a size alone is a word
     that costs its sender nothing."""
     room = np.empty(min(size, _TRUSTED_BYTES), np.uint8)  # not touched before bytes are there
     at = 0
     while at < size:
         if at == len(room):
-            more = np.empty(min(size, 2 * at), np.uint8)
+            larger = min(size, 2 * at)
+            take(larger - len(room))
+            more = np.empty(larger, np.uint8)
             more[:at] = room
             room = more
         count = connection.recv_into(room.data[at:], len(room) - at, socket.MSG_WAITALL)

@@ -6,6 +6,7 @@ and what that role may do (roles.py), protocol, schema, offsets, vocabulary, CRC
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow.flight as flight
 
 from fabric_pipelines.broker import fields
 from fabric_pipelines.broker.callsocket import CallStream
-from fabric_pipelines.broker.desk import Desk, Rank
+from fabric_pipelines.broker.desk import Desk, Rank, reason_of
 from fabric_pipelines.broker.envelope import Part, as_part
 from fabric_pipelines.broker.exporter import Door
 from fabric_pipelines.broker.header import read_header, read_opening
@@ -40,6 +41,7 @@ from fabric_pipelines.broker.roles import (
     require_tenant,
 )
 from fabric_pipelines.broker.settled import PAGE_ROWS, settled_page, settled_sums
+from fabric_pipelines.broker.submissions import meant
 from fabric_pipelines.broker.tiering import ColdScrub
 from fabric_pipelines.broker.transport import Credentials, require_strong_ciphers
 from fabric_pipelines.broker.uploads import (
@@ -77,6 +79,9 @@ WAIT_MAX_S = 5.0
 
 Head = Mapping[str, Any]
 Reply = tuple[dict[str, Any], tuple[Part, ...]]
+
+
+LOG = logging.getLogger(__name__)
 
 
 class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no types
@@ -150,7 +155,16 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         except FabricError as fault:
             self._door.refusals.note(fault)
             return error_head(fault), ()
+        except Exception as fault:  # noqa: BLE001 - a caller must hear something, whatever it was
+            return error_head(self._untyped(name, fault)), ()
         return {**answer, ACKNOWLEDGED: self._desk.acknowledged}, payload
+
+    def _untyped(self, name: str, fault: Exception) -> FabricError:
+        """An error that nobody foresaw, of one request; nothing of it reached the owner, whose own are told elsewhere."""
+        LOG.error("request %r failed", name, exc_info=fault)
+        typed = reason_of(fault)
+        self._door.refusals.note(typed)
+        return typed
 
     def _dispatch(self, name: str, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         act = self._actions.get(name)
@@ -256,8 +270,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         submission_id = fields.text(head, "submission_id")
 
         def abandon(owner: Owner) -> SubmissionState:
-            require_own(who, owner, submission_id)
-            return owner.abandon_submission(submission_id, who.tenant if who.bound else None)
+            tenant = who.tenant if who.bound else None
+            name = meant(owner.core.state, submission_id, tenant)
+            require_own(who, owner, name)
+            return owner.abandon_submission(name, tenant)
 
         return self._ask(abandon, Rank.ENQUEUE)
 
@@ -405,6 +421,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         except (FabricError, *MALFORMED) as found:
             fault = found if isinstance(found, FabricError) else _malformed("upload", found)
             self._door.refusals.note(fault)
+            say(error_head(fault))
+            return fault
+        except Exception as found:  # noqa: BLE001 - as in `answer`
+            fault = self._untyped("upload", found)
             say(error_head(fault))
             return fault
         return None

@@ -19,6 +19,7 @@ from fabric_pipelines.errors import SubmissionConflict, UsageError
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.records.submission import Submission
 
+SHOWN_DIGITS = 12  # of an id in a sentence
 LISTED_MAX = 10
 SHOWN_MAX = 80  # characters of a value in an error
 
@@ -73,6 +74,21 @@ def goes_past(header: Submission, row: int) -> str:
         f"send it with the right header under another id (set the salt), and end this one with `{ABANDON} {name}` if "
         "some of it was taken"
     )
+
+
+def meant(state: State, given: str, tenant: str | None = None) -> str:
+    """The whole id of the one submission (of that tenant) whose id begins so, as sentences show it; `given` where there
+    is none. UsageError if there are several."""
+    if given in state.by_submission or len(given) < SHOWN_DIGITS:
+        return given
+    found = [
+        one
+        for one, record in state.by_submission.items()
+        if one.startswith(given) and tenant in (None, record.header.tenant)
+    ]
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} submissions begin with {given}: give all 64 digits")
+    return found[0] if found else given
 
 
 def abandoned(

@@ -230,7 +230,7 @@ class Tiering:
                 f"the journal's disk failed while {what} ({fault.strerror or fault}): check the disk, then start "
                 "the broker again"
             ) from fault
-        job.fault = f"{what}: {fault}"
+        job.fault = f"while {what}: {fault}"
         job.patience.lost(now_s)
 
     @property

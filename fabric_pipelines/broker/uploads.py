@@ -28,7 +28,7 @@ from fabric_pipelines.broker.state import BatchColumns
 from fabric_pipelines.broker.submissions import goes_past
 from fabric_pipelines.broker.wire import error_head
 from fabric_pipelines.errors import FabricError, SchemaError, SubmissionConflict, UsageError
-from fabric_pipelines.records.arrow import read_ipc
+from fabric_pipelines.records.arrow import from_ipc
 from fabric_pipelines.records.submission import Submission
 from fabric_pipelines.records.task import column_checksums, require_task_batch
 
@@ -188,8 +188,8 @@ def call_chunks(stream: CallStream) -> Iterator[Chunk]:
                 return
             if name != "batch" or len(parts) != 1:
                 raise SchemaError(f"an upload takes batches and an end, not {name!r}")
-            batch = read_ipc(parts[0])  # validated below, with all else
-        except (pa.ArrowException, StopIteration, OSError) as fault:
+            batch = from_ipc(parts[0], validate=False)  # that follows, with all else
+        except OSError as fault:
             raise _broken_off(fault) from fault
         yield head, batch
 

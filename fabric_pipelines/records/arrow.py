@@ -5,6 +5,7 @@ Refuses to repair: a batch that is not exactly its schema is a SchemaError that 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,16 +142,61 @@ def read_ipc(data: Any) -> pa.RecordBatch:
         return reader.read_next_batch()
 
 
-def from_ipc(data: Any) -> pa.RecordBatch:
-    """The batch inside `data`; zero-copy when `data` is a buffer. The content is validated in full, since
-    offsets from outside must never reach a gather unchecked."""
+def from_ipc(data: Any, *, validate: bool = True) -> pa.RecordBatch:
+    """The one batch inside `data`, whoever sent it; zero-copy when `data` is a buffer. The content is validated in
+    full, since offsets from outside must never reach a gather unchecked; without `validate` the caller does that.
+    SchemaError for anything else, compressed columns among it: how large they are shows only once they fill memory."""
     try:
-        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-            batch = reader.read_next_batch()
-        batch.validate(full=True)
-    except (pa.ArrowInvalid, StopIteration, OSError) as fault:
+        messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data))
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        found = messages.read_next_message()
+        if found.type != "record batch":
+            raise SchemaError(f"an Arrow IPC stream must hold one plain batch, not a {found.type}")
+        if _is_compressed(found.metadata):
+            raise SchemaError("the columns of a batch must not be compressed: send it as it is")
+        batch = pa.ipc.read_record_batch(found, schema)
+        if next(iter(messages), None) is not None:
+            raise SchemaError("an Arrow IPC stream must hold one batch, not more")
+        if validate:
+            batch.validate(full=True)
+    except _UNREADABLE as fault:
         raise SchemaError(f"not a valid Arrow IPC stream: {fault}") from fault
     return batch
+
+
+# what pyarrow raises of bytes that anybody may have sent; some of its own are of other kinds as well
+_UNREADABLE = (
+    pa.ArrowException,
+    StopIteration,
+    EOFError,
+    OSError,
+    ValueError,
+    TypeError,
+    struct.error,
+)
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Whether the flatbuffer of a record batch message names a codec: `Message.header.compression` of Arrow's
+    Message.fbs, which pyarrow does not tell."""
+    view = memoryview(metadata)
+    (root,) = struct.unpack_from("<I", view, 0)
+    header = _table_field(view, root, 2)
+    if header is None:
+        raise ValueError("a message without a header")
+    (forward,) = struct.unpack_from("<I", view, header)
+    return _table_field(view, header + forward, 3) is not None
+
+
+def _table_field(view: memoryview, table: int, slot: int) -> int | None:
+    """Where a flatbuffer's table has that field; None if it has not."""
+    (back,) = struct.unpack_from("<i", view, table)
+    vtable = table - back
+    (size,) = struct.unpack_from("<H", view, vtable)
+    if (place := 4 + 2 * slot) >= size:
+        return None
+    (offset,) = struct.unpack_from("<H", view, vtable + place)
+    return table + offset if offset else None
 
 
 def crc32c(data: Any) -> int:

@@ -326,9 +326,19 @@ FRAMES: list[tuple[str, Sequence[tuple[Any, ...]], type[FabricError], str]] = [
         SchemaError,
         "batches and an end",
     ),
-    ("bytes that are no batch", [(FRAME, b"rubbish" * 99)], SchemaError, "no Arrow stream"),
-    ("no bytes", [(FRAME, b"")], SchemaError, "no Arrow stream"),
-    ("half a batch", [(FRAME, to_ipc(GOOD)[: len(to_ipc(GOOD)) // 2])], SchemaError, "broke off"),
+    (
+        "bytes that are no batch",
+        [(FRAME, b"rubbish" * 99)],
+        SchemaError,
+        "not a valid Arrow IPC stream",
+    ),
+    ("no bytes", [(FRAME, b"")], SchemaError, "not a valid Arrow IPC stream"),
+    (
+        "half a batch",
+        [(FRAME, to_ipc(GOOD)[: len(to_ipc(GOOD)) // 2])],
+        SchemaError,
+        "not a valid Arrow IPC stream",
+    ),
     ("numbers that are none", [({**FRAME, "first_row": "0"}, to_ipc(GOOD))], SchemaError, "note"),
     ("a check that is no list", [({**FRAME, "crc32c": 1}, to_ipc(GOOD))], SchemaError, "note"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -104,6 +105,23 @@ def test_counters_are_served_on_loopback_only_and_end_with_the_broker(broker: Br
     assert broker.end(signal.SIGTERM) == (0, "")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
+
+
+def test_serve_says_that_it_is_ready_in_one_object(tmp_path: Path) -> None:
+    found = settings.load({"home": tmp_path / "home"}, {}, tmp_path)
+    serving = subprocess.Popen(
+        [sys.executable, "-m", "fabric_pipelines", "broker", "serve", "--json"],
+        env={**os.environ, **found.as_environment()},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert serving.stdout is not None
+    said = json.loads(serving.stdout.readline())
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(60) == 0
+    assert serving.stdout.read() == ""
+    serving.stdout.close()
+    assert (said["ready"], said["pid"], said["tasks"]) == ([found.broker_endpoint], serving.pid, 0)
 
 
 def test_a_taken_port_is_one_sentence(broker: Broker, tmp_path: Path) -> None:

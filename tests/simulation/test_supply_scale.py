@@ -38,6 +38,7 @@ def test_a_million_tasks_take_little_more_than_36_bytes_each_at_any_moment_of_gr
 def test_a_lease_does_not_cost_more_from_a_thousand_times_the_backlog(
     small: Scale, large: dict[str, Any]
 ) -> None:
+    assert large["lease_median_us"] <= 300, "CPU: twice the target, for a slower machine"
     assert large["lease_median_us"] <= 2 * small.lease_median_us
     assert large["lease_p99_us"] <= 4 * small.lease_p99_us
     assert large["first_lease_ms"] <= 100

@@ -105,6 +105,26 @@ def asked(server: BrokerServer, name: str, changes: dict[str, Any], part: bytes)
     return answer
 
 
+def test_an_error_that_nobody_foresaw_is_an_answer_and_a_line_in_the_log(
+    door: tuple[BrokerServer, Owner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def burst(*_: Any) -> Any:
+        raise ZeroDivisionError("no reason")
+
+    server, owner = door
+    before = owner.journal.next_lsn
+    monkeypatch.setitem(server._actions, "hello", burst)
+    answer = asked(server, "status", {}, b"")
+    assert "error" not in answer
+    answer, _ = server.answer("hello", {"protocol": PROTOCOL_VERSION, "role": "admin"}, [])
+    assert answer["error"] == "FabricError"
+    assert "a fault of the broker itself (ZeroDivisionError: no reason)" in answer["message"]
+    assert "request 'hello' failed" in caplog.text
+    assert owner.journal.next_lsn == before
+
+
 @hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(CALLS)),

@@ -8,21 +8,27 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fabric_pipelines.broker import callsocket
 from fabric_pipelines.broker.callsocket import (
     FRAME_BYTES_MAX,
+    STREAM_BYTES_MAX,
+    Allowance,
     CallConnection,
     CallServer,
+    CallStream,
+    Held,
     path_beside,
     receive,
 )
-from fabric_pipelines.broker.envelope import Part, unpack
+from fabric_pipelines.broker.envelope import Part, pack, unpack
 from fabric_pipelines.broker.wire import error_head
-from fabric_pipelines.errors import BrokerUnavailable, SchemaError, SettingsError
+from fabric_pipelines.errors import Backpressure, BrokerUnavailable, SchemaError, SettingsError
 from tests.support import eventually
 
 
@@ -281,3 +287,70 @@ def test_a_broker_that_accepts_nobody_is_said_after_the_callers_own_patience(pat
     for each in inside:
         each.close()
     listener.close()
+
+
+def test_a_frame_of_an_upload_is_no_longer_than_a_task_batch_may_be(path: Path, echo: Echo) -> None:
+    said: list[str] = []
+
+    def upload(parts: list[memoryview], stream: CallStream) -> None:
+        with pytest.raises(SchemaError, match="send fewer tasks at a time"):
+            stream.read()
+        said.append("refused")
+
+    server = CallServer(path, echo, error_head, upload=upload)
+    stream = CallStream.opened(path, "here", b"{}")
+    stream._socket.sendall(struct.pack("<4sI", b"FPC1", STREAM_BYTES_MAX + 1))
+    assert stream.read() is None
+    stream.close()
+    server.close()
+    assert said == ["refused"]
+
+
+def test_requests_of_all_connections_hold_so_much_together_and_give_it_back() -> None:
+    allowance = Allowance(100)
+    one, other = Held(allowance), Held(allowance)
+    one.take(60)
+    with pytest.raises(Backpressure, match="as many bytes of unanswered requests as it may"):
+        other.take(50)
+    other.take(40)
+    one.release()
+    one.release()
+    other.take(60)
+    with pytest.raises(Backpressure):
+        one.take(1)
+
+
+def test_a_request_that_the_allowance_has_no_room_for_is_told_so(
+    path: Path, server: CallServer, echo: Echo
+) -> None:
+    server._allowance = Allowance(1 << 20)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(30)
+        caller.connect(str(path))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            caller.sendall(struct.pack("<4sI", b"FPC1", 20 << 20) + bytes(20 << 20))
+        body = receive(caller)
+    assert body is not None
+    assert unpack(body)[0]["error"] == "Backpressure"
+    assert echo.seen == []
+
+
+def test_callers_that_never_read_are_not_waited_for_one_by_one(
+    path: Path, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has an answer that fits no socket; at the end none of their threads is left."""
+    monkeypatch.setattr(callsocket, "_STOP_S", 0.2)
+    server = CallServer(path, echo, error_head)
+    callers = []
+    for _ in range(6):
+        caller = socket.socket(socket.AF_UNIX)
+        caller.connect(str(path))
+        body = b"".join(pack({"do": "say"}, [bytes(8 << 20)]))
+        caller.sendall(struct.pack("<4sI", b"FPC1", len(body)) + body)
+        callers.append(caller)
+    eventually(lambda: len(echo.seen) == 6, within_s=30, what="all were answered")
+    threads = list(server._open.values())
+    server.close()
+    assert not any(thread.is_alive() for thread in threads)
+    for caller in callers:
+        caller.close()

@@ -12,6 +12,7 @@ from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.facts import SubmissionClosed
 from fabric_pipelines.broker.owner import TaskUpload
 from fabric_pipelines.broker.state import BatchColumns
+from fabric_pipelines.broker.submissions import meant
 from fabric_pipelines.errors import SubmissionConflict, UsageError
 from fabric_pipelines.records.submission import Fingerprinter, Submission
 from tests.support_broker import Bench, submission_of, tasks_of
@@ -166,6 +167,21 @@ def test_who_abandons_what_is_not_known_is_told_what_is_open_and_his(bench: Benc
         bench.owner.abandon_submission("1")
     with pytest.raises(UsageError, match=rf"that is open: {1:064x}$"):
         bench.owner.abandon_submission("1", "acme")
+
+
+def test_the_digits_that_a_sentence_shows_are_enough_to_name_it(bench: Bench) -> None:
+    state, mine, other = bench.owner.core.state, "ab" * 32, "ab" * 6 + "cd" * 26
+    begun(bench, replace(submission_of(BATCHES, 1, tenant="acme"), submission_id=mine))
+    assert meant(state, mine[:12]) == mine
+    assert meant(state, mine[:12], "acme") == mine
+    assert meant(state, mine[:12], "other") == mine[:12], "not told of another tenant's"
+    assert meant(state, mine[:11]) == mine[:11]
+    begun(bench, replace(submission_of(BATCHES, 2, tenant="acme"), submission_id=other))
+    with pytest.raises(
+        UsageError, match="2 submissions begin with abababababab: give all 64 digits"
+    ):
+        meant(state, mine[:12])
+    assert meant(state, mine) == mine
 
 
 def test_rows_past_what_the_header_declares_name_the_way_out(bench: Bench) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from fabric_pipelines.records.arrow import COPIED_BYTES, crc32c, to_ipc, to_ipc_pieces
+from fabric_pipelines.errors import SchemaError
+from fabric_pipelines.records.arrow import COPIED_BYTES, crc32c, from_ipc, to_ipc, to_ipc_pieces
 from fabric_pipelines.records.task import task_batch
+from tests.support_broker import completions
 
 
 def batch_of(rows: int, tokens: int) -> pa.RecordBatch:
@@ -34,3 +38,54 @@ def test_a_large_column_stays_where_it_is() -> None:
     assert tokens.size >= COPIED_BYTES
     addresses = {pa.py_buffer(piece).address for piece in to_ipc_pieces(batch)}
     assert tokens.address in addresses
+
+
+# ---- bytes from anybody
+
+
+def stream_of(*batches: pa.RecordBatch, codec: str | None = None) -> bytes:
+    sink = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_stream(sink, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_columns_are_refused_before_they_fill_memory(codec: str) -> None:
+    """Megabytes of zeros fit into hundreds of bytes."""
+    zeros = task_batch(
+        pa.ListArray.from_arrays(
+            pa.array([0, 16 << 20], pa.int32()), pa.array(np.zeros(16 << 20, np.uint32))
+        )
+    )
+    sent = stream_of(zeros, codec=codec)
+    assert len(sent) < 1 << 20
+    before = pa.total_allocated_bytes()
+    with pytest.raises(SchemaError, match="must not be compressed"):
+        from_ipc(sent)
+    assert pa.total_allocated_bytes() - before < 1 << 20
+
+
+def test_more_or_less_than_one_batch_is_refused() -> None:
+    batch = batch_of(3, 4)
+    assert from_ipc(stream_of(batch)).equals(batch)
+    with pytest.raises(SchemaError, match="one batch, not more"):
+        from_ipc(stream_of(batch, batch))
+    with pytest.raises(SchemaError, match="Arrow IPC"):
+        from_ipc(stream_of(batch)[:200])
+
+
+def test_whatever_bit_is_wrong_the_error_is_typed() -> None:
+    """Some make a schema that pyarrow does not know, which it says in errors of several kinds."""
+    good = to_ipc(completions([1, 2]))
+    typed = 0
+    for at in range(0, len(good) * 8, 5):
+        bad = bytearray(good)
+        bad[at // 8] ^= 1 << at % 8
+        try:
+            from_ipc(bytes(bad))
+        except SchemaError:
+            typed += 1
+    assert typed > 1000
