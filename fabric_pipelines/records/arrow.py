@@ -160,7 +160,8 @@ def from_ipc(data: Any, *, validate: bool = True) -> pa.RecordBatch:
         if validate:
             batch.validate(full=True)
     except _UNREADABLE as fault:
-        raise SchemaError(f"not a valid Arrow IPC stream: {fault}") from fault
+        said = str(fault) or "it ends before its batch"
+        raise SchemaError(f"not a valid Arrow IPC stream: {said}") from fault
     return batch
 
 

@@ -332,7 +332,7 @@ FRAMES: list[tuple[str, Sequence[tuple[Any, ...]], type[FabricError], str]] = [
         SchemaError,
         "not a valid Arrow IPC stream",
     ),
-    ("no bytes", [(FRAME, b"")], SchemaError, "not a valid Arrow IPC stream"),
+    ("no bytes", [(FRAME, b"")], SchemaError, "it ends before its batch"),
     (
         "half a batch",
         [(FRAME, to_ipc(GOOD)[: len(to_ipc(GOOD)) // 2])],
