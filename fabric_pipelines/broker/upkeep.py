@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from errno import ENOSPC
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from fabric_pipelines.broker.withheld import Withheld
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import Backpressure, CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.journal import Holding, Journal
+from fabric_pipelines.journal.faults import journal_failed
 from fabric_pipelines.records.arrow import to_ipc
 
 MOVE_BYTES = 4 << 20
@@ -202,12 +204,17 @@ class Upkeep:
 
     def require_checkpoint_room(self) -> None:
         """Backpressure for new tasks while the disk has no room for a checkpoint with them: without one nothing of the
-        log is ever freed."""
+        log is ever freed. StorageFailed if nothing will be."""
         if self._checkpoints.is_claimed:
             return
         size = self._checkpoint_size()
         if not self._has_checkpoint_room(size, self.core.room.keep):
             self.disk_full = True
+            if self.core.room.may_dip and not self.core.state.promised_bytes:
+                # nothing is under way and nothing can be dropped: who waited would wait for ever
+                raise journal_failed(
+                    self.journal.folder, OSError(ENOSPC, ""), "keeping room for a checkpoint"
+                )
             raise Backpressure(
                 f"the disk of the journal is full: it has no {size} bytes for the next checkpoint, which frees space in "
                 "the end; tasks are taken again when what has landed was dropped from the log, or when space is freed",

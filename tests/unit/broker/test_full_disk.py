@@ -24,6 +24,7 @@ from fabric_pipelines.broker.promise import (
     require_name,
     require_proof,
 )
+from fabric_pipelines.broker.room import Room
 from fabric_pipelines.errors import Backpressure, SchemaError, StorageFailed, UsageError
 from fabric_pipelines.journal.frame import CONTROL_FRAME_BYTES, HEADER_BYTES, padded
 from fabric_pipelines.records.batch import Budget
@@ -239,6 +240,27 @@ def test_a_drained_disk_takes_a_producer_that_comes_every_five_seconds_again(
     assert all(takes(bench, 101 + more) for more in range(3))
     bench.settle(2)
     assert not upkeep.disk_full
+    assert bench.owner.verify().differences == []
+    bench.close()
+
+
+def test_a_disk_full_of_tasks_that_nobody_runs_is_told_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is under way and nothing can be dropped: Backpressure would have the producer come back for ever."""
+    _, bench = drained(is_dropped=True)
+    upkeep = bench.owner.upkeep
+    assert upkeep is not None
+    mark = 100
+    while takes(bench, mark):
+        mark += 1
+        bench.settle(1)
+    monkeypatch.setattr(upkeep, "_has_checkpoint_room", lambda size, keep: False)
+    monkeypatch.setattr(Room, "require", lambda self, size: None)
+    for _ in range(3):
+        bench.settle(8)
+        with pytest.raises(StorageFailed, match="keeping room for a checkpoint"):
+            bench.submit(submission_of([tasks_of([9])], mark + 1), [tasks_of([9])])
     assert bench.owner.verify().differences == []
     bench.close()
 
