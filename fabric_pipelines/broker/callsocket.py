@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from fabric_pipelines.broker.credits import FRAME_BYTES_MAX as BATCH_BYTES_MAX
 from fabric_pipelines.broker.envelope import Part, pack, unpack
 from fabric_pipelines.errors import (
     Backpressure,
@@ -38,7 +39,8 @@ from fabric_pipelines.errors import (
 SUFFIX = ".call"
 MAGIC = b"FPC1"
 FRAME_BYTES_MAX = 256 << 20  # a batch must fit a journal segment
-STREAM_BYTES_MAX = 65 << 20  # a frame of an upload: a task batch is of 64 MiB at most
+BESIDE_BYTES = 1 << 20  # of a task batch, in its frame
+STREAM_BYTES_MAX = BATCH_BYTES_MAX + BESIDE_BYTES  # of a frame of an upload
 HELD_BYTES_MAX = 1 << 30  # of requests that are not answered, beyond _TRUSTED_BYTES each
 _HEADER = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 20  # a lease of 256 prompts passes in one go

@@ -16,13 +16,14 @@ import numpy.typing as npt
 from fabric_pipelines.broker import snapshot
 from fabric_pipelines.broker.checkpoint import Checkpoints
 from fabric_pipelines.broker.facts import CheckpointTaken, Dropped, Kind, decode
+from fabric_pipelines.broker.room import Space
 from fabric_pipelines.broker.state import State
 from fabric_pipelines.errors import BalanceBroken, ColdLost, CorruptionFound, StoreUnreachable
 from fabric_pipelines.journal import Frame, Life
 from fabric_pipelines.journal.damage import Place
 
 
-class Log(Protocol):
+class Log(Space, Protocol):
     """What the broker asks of `journal.Journal`."""
 
     @property
@@ -39,16 +40,6 @@ class Log(Protocol):
     def first_lsn(self) -> int: ...
     @property
     def bytes_used(self) -> int: ...
-
-    frame_max: int
-
-    @property
-    def segment_bytes(self) -> int: ...
-    @property
-    def held_bytes(self) -> int | None: ...
-    @property
-    def room_bytes(self) -> int | None: ...
-    def hold(self, size: int) -> int | None: ...
     def fits(self, frame_bytes: int) -> bool: ...
     def append(
         self,
