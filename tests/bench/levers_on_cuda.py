@@ -118,7 +118,7 @@ def measure(
             ask(engine, vllm_inside.set_limits, row.sequences, row.step_tokens)
             ask(engine, vllm_inside.set_ahead, row.ahead, row.whole_answers)
             ask(engine, vllm_inside.set_collector, row.collector)
-            stream.run(row, settle_s * (2.5 if number == 0 else 1))
+            stream.run(row, settle_s * (4 if number == 0 else 1))
             told = counted(engine, stream, row, seconds)
             if row.traced:
                 told["profile"] = traced(engine, stream, row, profiles / f"kernels-{number}.json")
