@@ -59,14 +59,14 @@ def exact_topk(xq: Floats, xb: Floats, ids: Ids, k: int, *, metric: Metric) -> R
 def pair_distance(xq: Floats, xb: Floats, metric: Metric) -> Float64s:
     """The distance of row i of xq to row i of xb, in float64 and in numpy's one order of summation."""
     q, x = np.asarray(xq, np.float64), np.asarray(xb, np.float64)
-    return _pairs(q, x, _norms(q) * _norms(x), metric)
+    return paired(q, x, norms_of(q) * norms_of(x), metric)
 
 
 def scorable(rows: Floats, metric: Metric) -> npt.NDArray[np.bool_]:
     """Which rows have a distance to anything: finite, and under cosine not shorter than MIN_NORM."""
     with np.errstate(over="ignore", invalid="ignore"):
-        norms = _norms(np.asarray(rows, np.float64))
-    return _have_distance(norms, metric)
+        norms = norms_of(np.asarray(rows, np.float64))
+    return have_distance(norms, metric)
 
 
 def recall_at_k(found_ids: Ids, true_ids: Ids) -> float:
@@ -94,8 +94,8 @@ class Queries:
         if self.wide.ndim != 2:
             raise UsageError(f"queries have {self.wide.ndim} axes; they must be rows [q, d]")
         with np.errstate(over="ignore", invalid="ignore"):
-            self.norms = _norms(self.wide)
-        self.open = np.flatnonzero(_have_distance(self.norms, metric))
+            self.norms = norms_of(self.wide)
+        self.open = np.flatnonzero(have_distance(self.norms, metric))
         kept = self.wide[self.open]
         self.centre = kept.mean(axis=0) if len(kept) else np.zeros(self.wide.shape[1])
         self._side = _Side.of(self.wide, self.norms, self.centre, metric)
@@ -163,7 +163,7 @@ class FlatScan:
         for first in range(0, len(which), step):
             part = slice(first, first + step)
             q, x = asked[which[part]], row[part]
-            distances[part] = _pairs(
+            distances[part] = paired(
                 queries.wide[q], tile.wide[x], queries.norms[q] * tile.norms[x], metric
             )
         self._merge(asked, which, distances, tile.names[row])
@@ -196,7 +196,7 @@ class _Side:
             if metric == "cosine":
                 return cls((wide / norms[:, None]).astype(np.float32), norms)
             centred = wide - centre
-            reach = _norms(centred)
+            reach = norms_of(centred)
             top = float(np.max(reach, initial=0.0, where=np.isfinite(reach)))
             fits = 4 * top * top < FLOAT32_SQUARE_MAX
             return cls(centred.astype(np.float32) if fits else centred, reach)
@@ -218,23 +218,23 @@ class _Tile:
     def of(cls, xb: Floats, names: Ids, queries: Queries) -> _Tile:
         wide = np.ascontiguousarray(xb, dtype=np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
-            norms = _norms(wide)
-        good = _have_distance(norms, queries.metric)
+            norms = norms_of(wide)
+        good = have_distance(norms, queries.metric)
         if not good.all():
             wide, norms, names = wide[good], norms[good], names[good]
         return cls(wide, norms, names, _Side.of(wide, norms, queries.centre, queries.metric))
 
 
-def _norms(wide: Float64s) -> Float64s:
+def norms_of(wide: Float64s) -> Float64s:
     norms: Float64s = np.sqrt((wide * wide).sum(axis=1))
     return norms
 
 
-def _have_distance(norms: Float64s, metric: Metric) -> npt.NDArray[np.bool_]:
+def have_distance(norms: Float64s, metric: Metric) -> npt.NDArray[np.bool_]:
     return np.isfinite(norms) & ((norms >= MIN_NORM) | (metric == "l2"))
 
 
-def _pairs(q: Float64s, x: Float64s, lengths: Float64s, metric: Metric) -> Float64s:
+def paired(q: Float64s, x: Float64s, lengths: Float64s, metric: Metric) -> Float64s:
     """`lengths` is |q| * |x|."""
     distances: Float64s
     if metric == "l2":
@@ -254,7 +254,7 @@ def _bounded_scores(left: _Side, right: _Side, metric: Metric) -> tuple[Floats, 
     dim = left.narrow.shape[1]
     products = left.narrow @ right.narrow.T  # float64 as soon as one side is
     kind = products.dtype.type
-    gamma = _gamma(dim, float(np.finfo(kind).eps) / 2)
+    gamma = dot_error(dim, float(np.finfo(kind).eps) / 2)
     if metric == "cosine":
         np.subtract(1, products, out=products)
         return products, np.asarray(gamma, kind)
@@ -275,5 +275,5 @@ def _kth_upper(scores: Floats, margin: Floats, k: int) -> Float64s:
     return kth.astype(np.float64) + (float(margin) if margin.ndim == 0 else 0.0)
 
 
-def _gamma(dim: int, u: float) -> float:
+def dot_error(dim: int, u: float) -> float:
     return (dim + 32) * u / (1 - (dim + 32) * u)

@@ -1,0 +1,24 @@
+"""Search over rows in memory that come and go: exact, inverted file, lattice, behind one door."""
+
+from fabric_pipelines.analytics.index.door import (
+    Exact,
+    Inverted,
+    Kind,
+    Lattice,
+    Stats,
+    VectorIndex,
+)
+from fabric_pipelines.analytics.index.quality import Point, Quality
+from fabric_pipelines.analytics.index.space import Answer
+
+__all__ = [
+    "Answer",
+    "Exact",
+    "Inverted",
+    "Kind",
+    "Lattice",
+    "Point",
+    "Quality",
+    "Stats",
+    "VectorIndex",
+]

@@ -1,0 +1,320 @@
+"""VectorIndex: one door to exact, inverted-file and lattice search over rows with stable int64 ids.
+
+Every kind proposes candidates by its own scan; what is answered is ranked from the stored float32 rows in float64,
+ties to the lower id, so that distances mean the same whatever the kind, and an answer has the same bytes on any
+number of threads. Exact search proposes every row that could belong to the answer; the others leave rows out, how
+many is measured against exact search on every training and kept. The metric is part of the index and of its type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.analytics.index import quality
+from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
+from fabric_pipelines.analytics.index.lattice import CodeLists
+from fabric_pipelines.analytics.index.lists import FloatLists
+from fabric_pipelines.analytics.index.quality import Quality
+from fabric_pipelines.analytics.index.space import Answer, Asked, Space, ranked
+from fabric_pipelines.analytics.index.store import Rows
+from fabric_pipelines.analytics.search import METRICS, Floats, Ids, Metric
+from fabric_pipelines.errors import UsageError
+
+BLOCK_ROWS = 4096  # of the exact kind's lists: rows by slot
+NPROBE, RERANK = 8, 8  # until recall was measured; rerank in multiples of k
+DEAD_MAX = 0.5  # share of slots under a tombstone above which the store is compacted
+
+M = TypeVar("M", bound=Metric)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Every row is looked at."""
+
+    name: str = field(default="exact", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Inverted:
+    """Rows in lists around centroids, of which a query looks at the nprobe nearest.
+
+    lists: at most so many (0: the square root of the rows at training). balance: no list takes more than this times
+    the mean when it is cut. aim: recall@10 that the nprobe of a search which names none should have."""
+
+    lists: int = 0
+    balance: float = 4.0
+    iterations: int = 10
+    aim: float = 0.95
+    name: str = field(default="inverted", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """The same lists, of E8 codes with `bits` a dimension; the `rerank` best by code are ranked by their rows."""
+
+    bits: int = 4
+    lists: int = 0
+    balance: float = 4.0
+    iterations: int = 10
+    aim: float = 0.95
+    name: str = field(default="lattice", init=False)
+
+
+Kind = Exact | Inverted | Lattice
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """rows: those that count, unscorable ones (NaN, infinite, no direction) included. largest: rows of the largest
+    list over the mean. row_bytes: stored rows; scan_bytes: what scans read."""
+
+    kind: str
+    metric: Metric
+    dim: int
+    rows: int
+    unscorable: int
+    tombstones: int
+    lists: int
+    largest: float
+    row_bytes: int
+    scan_bytes: int
+    quality: Quality | None
+
+
+class VectorIndex(Generic[M]):
+    """An index in memory. Not for calls from two threads at once, of which one changes it."""
+
+    def __init__(self, dim: int, *, kind: Kind, metric: M, seed: int = 0) -> None:
+        _check(dim, kind, metric)
+        self.dim, self.kind, self.metric, self.seed = dim, kind, metric, seed
+        self.quality: Quality | None = None
+        self._rows = Rows(dim, metric)
+        self._space = Space(metric, np.zeros(dim))
+        self._coarse: Coarse | None = None
+        self._lists: FloatLists | CodeLists = FloatLists(self._space, 0)
+        self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
+
+    @classmethod
+    def build(
+        cls, vectors: Floats, ids: npt.NDArray[Any], *, kind: Kind, metric: M, seed: int = 0
+    ) -> VectorIndex[M]:
+        """Of rows [n, d] named ids [n]; of an id that comes twice the last row counts."""
+        if vectors.ndim != 2:
+            raise UsageError(f"rows have {vectors.ndim} axes; they must be [n, d]")
+        index = cls(vectors.shape[1], kind=kind, metric=metric, seed=seed)
+        index._rows.upsert(*index._rows.checked(vectors, ids))
+        index.train()
+        return index
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def train(self) -> None:
+        """Cut the lists anew from the rows that are there, and measure recall."""
+        self._rows.compact()
+        slots = np.sort(self._scorable_live())
+        vectors = self._rows.vectors
+        self._space = Space.around(vectors[slots], self.metric)
+        self._coarse = None
+        self._list_of = np.full(self._rows.count, -1, np.int64)
+        self._lists = FloatLists(self._space, 0)
+        if len(slots):
+            self._first(slots)
+        self.measure()
+
+    def add(self, vectors: Floats, ids: npt.NDArray[Any]) -> int:
+        """Insert rows [n, d], or replace those whose id is there; returns how many ids are new. Lists stay as they
+        were cut; an index that has none cuts them from these rows."""
+        rows, names = self._rows.checked(vectors, ids)
+        before = len(self._rows)
+        slots, dead = self._rows.upsert(rows, names)
+        self._bury(dead)
+        self._list_of = np.append(self._list_of, np.full(len(slots), -1, np.int64))
+        good = slots[self._rows.scorable[slots]]
+        if len(good) and not len(self._lists):
+            self._space = Space.around(self._rows.vectors[good], self.metric)
+            self._first(good)
+        elif len(good):
+            working, reach = self._working(good)
+            self._append(good, working, reach, self._nearest_list(good, working))
+        self._tidy()
+        return len(self._rows) - before
+
+    def remove(self, ids: npt.NDArray[Any]) -> int:
+        """Take rows out; returns how many were there."""
+        dead = self._rows.remove(np.asarray(ids, np.int64))
+        self._bury(dead)
+        self._tidy()
+        return len(dead)
+
+    def search(
+        self, xq: Floats, k: int, *, nprobe: int | None = None, rerank: int | None = None
+    ) -> Answer:
+        """The k nearest rows of each query [q, d]; fewer where there are fewer, `found` says how many.
+
+        nprobe: lists looked at; rerank: candidates ranked by their rows (at least k). Left out, they are what
+        reached the kind's aim when recall was measured."""
+        if k < 1:
+            raise UsageError(f"k is {k}; ask for at least one neighbour")
+        asked = Asked(xq, self._space)
+        wide, deep = self._effort(k, nprobe, rerank)
+        if not len(asked.open) or not len(self._lists):
+            none = np.empty(0, np.int64)
+            return ranked(asked, self._rows, none, none, k)
+        if isinstance(self._lists, CodeLists):
+            assert self._coarse is not None, "codes without centroids"
+            apart, probes = self._coarse.nearest(asked.working, wide)
+            query, slot = self._lists.scan(asked, probes, apart, deep)
+        else:
+            near = self._coarse and self._coarse.nearest(asked.working, wide)[1]
+            query, slot = self._lists.scan(asked, near, k)
+        return ranked(asked, self._rows, query, slot, k)
+
+    def measure(self) -> Quality | None:
+        """Measure recall@10 against exact search over the same rows; None where there is nothing to ask."""
+        self.quality = None
+        slots = self._scorable_live()
+        asked = slots[quality.questions_of(self._rows.ids[slots])]
+        if not len(asked) or self._coarse is None:
+            return None
+        xq, own = self._rows.vectors[asked], self._rows.ids[asked]
+        exact = FloatLists(self._space, 1)
+        exact.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
+        ready = Asked(xq, self._space)
+        k = quality.K + 1
+        truth = ranked(ready, self._rows, *exact.scan(ready, None, k), k).I
+        self.quality = quality.curve(
+            own,
+            len(slots),
+            getattr(self.kind, "aim", 1.0),
+            truth,
+            len(self._lists),
+            isinstance(self.kind, Lattice),
+            lambda count, nprobe, rerank: (
+                self.search(xq, count, nprobe=nprobe, rerank=rerank or None).I
+            ),
+        )
+        return self.quality
+
+    def stats(self) -> Stats:
+        sizes = self._lists.sizes()
+        live = self._rows.live()
+        return Stats(
+            self.kind.name,
+            self.metric,
+            self.dim,
+            len(self),
+            int((~self._rows.scorable[live]).sum()),
+            self._rows.tombstones,
+            len(sizes),
+            float(sizes.max() * len(sizes) / sizes.sum()) if sizes.sum() else 0.0,
+            len(self) * self.dim * 4,
+            self._lists.bytes,
+            self.quality,
+        )
+
+    def recipe(self) -> dict[str, Any]:
+        """What a receipt says of it, beside the digests of `saved.save`."""
+        return {
+            "kind": asdict(self.kind),
+            "metric": self.metric,
+            "dim": self.dim,
+            "seed": self.seed,
+            "quality": asdict(self.quality) if self.quality else None,
+        }
+
+    def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+        for name, value, kinds in (
+            ("nprobe", nprobe, (Inverted, Lattice)),
+            ("rerank", rerank, (Lattice,)),
+        ):
+            if value is None:
+                continue
+            if not isinstance(self.kind, kinds):
+                raise UsageError(
+                    f"{name} is no choice of a search of kind {self.kind.name!r}: leave it out"
+                )
+            if value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 1")
+        measured = self.quality
+        wide = nprobe or (measured.nprobe if measured else NPROBE)
+        deep = rerank or (-(-measured.rerank * k // measured.k) if measured else RERANK * k)
+        return wide, max(deep, k)
+
+    def _first(self, slots: Ids) -> None:
+        """Lists from rows at slots, where there are none."""
+        working, reach = self._working(slots)
+        kind = self.kind
+        if isinstance(kind, Exact):
+            self._append(slots, working, reach, slots // BLOCK_ROWS)
+            return
+        count = min(kind.lists or max(1, round(len(slots) ** 0.5)), len(slots))
+        ids = self._rows.ids[slots]
+        self._coarse = Coarse(
+            train(
+                working, ids, count, seed=self.seed, metric=self.metric,
+                iterations=kind.iterations, balance=kind.balance,
+            )
+        )  # fmt: skip
+        self._empty_lists(self._coarse)
+        labels = place(working, ids, self._coarse, capacity_of(len(slots), count, kind.balance))
+        self._append(slots, working, reach, labels)
+
+    def _empty_lists(self, coarse: Coarse) -> None:
+        if isinstance(self.kind, Lattice):
+            self._lists = CodeLists(coarse, self.kind.bits, self.seed)
+        else:
+            self._lists = FloatLists(self._space, len(coarse))
+
+    def _nearest_list(self, slots: Ids, working: Floats) -> Ids:
+        if self._coarse is None:
+            return slots // BLOCK_ROWS
+        return self._coarse.nearest(working, 1)[1][:, 0]
+
+    def _append(
+        self, slots: Ids, working: Floats, reach: npt.NDArray[np.float64], labels: Ids
+    ) -> None:
+        if isinstance(self._lists, FloatLists):
+            self._lists.grow(int(labels.max(initial=-1)) + 1)
+        self._lists.append(labels, working, reach, slots)
+        self._list_of[slots] = labels
+
+    def _bury(self, dead: Ids) -> None:
+        listed = dead[self._list_of[dead] >= 0]
+        if len(listed):
+            self._lists.drop(self._list_of[listed], listed)
+            self._list_of[listed] = -1
+
+    def _tidy(self) -> None:
+        if self._rows.tombstones > DEAD_MAX * self._rows.count:
+            kept = self._rows.alive[: self._rows.count]
+            self._list_of = self._list_of[kept]
+            self._lists.renumber(self._rows.compact())
+
+    def _working(self, slots: Ids) -> tuple[Floats, npt.NDArray[np.float64]]:
+        return self._space.working(self._rows.vectors[slots], self._rows.norms[slots])
+
+    def _scorable_live(self) -> Ids:
+        live = self._rows.live()
+        return live[self._rows.scorable[live]]
+
+
+def _check(dim: int, kind: Kind, metric: str) -> None:
+    if dim < 1:
+        raise UsageError(f"dimension is {dim}; it must be at least 1")
+    if metric not in METRICS:
+        raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
+    if isinstance(kind, Exact):
+        return
+    if isinstance(kind, Lattice) and kind.bits not in (2, 3, 4):
+        raise UsageError(f"bits is {kind.bits}; E8 codes have 2, 3 or 4 a dimension")
+    if kind.lists < 0 or kind.iterations < 0:
+        raise UsageError("lists and iterations cannot be negative")
+    if not kind.balance >= 1:
+        raise UsageError(f"balance is {kind.balance}; the largest list cannot be below the mean, 1")
+    if not 0 < kind.aim <= 1:
+        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")
