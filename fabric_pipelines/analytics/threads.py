@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 WORKERS_MAX = 8  # the memory of a piece is needed this often
 Piece = TypeVar("Piece")
@@ -20,27 +20,33 @@ Answer = TypeVar("Answer")
 
 
 class _OneThread:
-    """The library's limit is the process's: the first user sets it, the last one restores it."""
+    """The library's limit is the process's: the first user sets it, the last one restores it.
+
+    Libraries are looked for once, which takes 0.2 ms: numpy's is loaded by then, and no pass uses another."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
-        self._limits: threadpool_limits | None = None
+        self._libraries: ThreadpoolController | None = None
+        self._limits: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
+            if self._libraries is None:
+                self._libraries = ThreadpoolController()
             if self._limits is None:
-                self._limits = threadpool_limits(1, "blas")
+                self._limits = self._libraries.limit(limits=1, user_api="blas")
+                self._limits.__enter__()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._limits is not None:
-                self._limits.restore_original_limits()
+                self._limits.__exit__(None, None, None)
                 self._limits = None
 
 
-_ONE_THREAD = _OneThread()
+ONE_THREAD = _OneThread()
 
 
 def workers() -> int:
@@ -49,7 +55,7 @@ def workers() -> int:
 
 def side_by_side(work: Callable[[Piece], Answer], pieces: Iterable[Piece]) -> Iterator[Answer]:
     """The answers in the order of the pieces. The first error ends it, with the pieces not begun left out."""
-    with _ONE_THREAD, ThreadPoolExecutor(workers()) as pool:
+    with ONE_THREAD, ThreadPoolExecutor(workers()) as pool:
         try:
             yield from pool.map(work, pieces)
         finally:

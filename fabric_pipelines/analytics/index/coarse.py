@@ -76,7 +76,8 @@ class Coarse:
         reach = norms_of(rows.astype(np.float64))
         off = dot_error(rows.shape[1], float(np.finfo(np.float32).eps) / 2)
         tiny = rows.shape[1] * float(np.finfo(np.float32).tiny)
-        return off * (reach + self._top) ** 2 + 2 * tiny
+        gap: F64 = off * (reach + self._top) ** 2 + 2 * tiny
+        return gap
 
 
 def train(
@@ -139,15 +140,15 @@ def _refill(centroids: Floats, rows: Floats, labels: Ids, salted: F64, balance: 
     sizes = np.bincount(labels, minlength=len(centroids))
     bound = balance * len(rows) / len(centroids)
     small = np.flatnonzero(sizes < SMALL * len(rows) / len(centroids))
-    small = list(small[np.argsort(sizes[small], kind="stable")])
+    spare = small[np.argsort(sizes[small], kind="stable")].tolist()
     over = np.flatnonzero(sizes > bound)
     for number in over[np.argsort(-sizes[over], kind="stable")]:
         members = np.flatnonzero(labels == number)
         members = members[np.argsort(salted[members], kind="stable")]
         for row in members[: int(sizes[number] / bound)]:
-            if not small:
+            if not spare:
                 return
-            centroids[small.pop(0)] = rows[row]
+            centroids[spare.pop(0)] = rows[row]
 
 
 def _means(rows: Floats, labels: Ids, before: Floats, metric: Metric) -> Floats:

@@ -22,6 +22,7 @@ from fabric_pipelines.analytics.index.quality import Quality
 from fabric_pipelines.analytics.index.space import Answer, Asked, Space, ranked
 from fabric_pipelines.analytics.index.store import Rows
 from fabric_pipelines.analytics.search import METRICS, Floats, Ids, Metric
+from fabric_pipelines.analytics.threads import ONE_THREAD
 from fabric_pipelines.errors import UsageError
 
 BLOCK_ROWS = 4096  # of the exact kind's lists: rows by slot
@@ -160,8 +161,12 @@ class VectorIndex(Generic[M]):
         reached the kind's aim when recall was measured."""
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
-        asked = Asked(xq, self._space)
         wide, deep = self._effort(k, nprobe, rerank)
+        # The library's own threads wait for each other at matrices of this size; lists are spread over ours.
+        with ONE_THREAD:
+            return self._search(Asked(xq, self._space), k, wide, deep)
+
+    def _search(self, asked: Asked, k: int, wide: int, deep: int) -> Answer:
         if not len(asked.open) or not len(self._lists):
             none = np.empty(0, np.int64)
             return ranked(asked, self._rows, none, none, k)
@@ -170,7 +175,9 @@ class VectorIndex(Generic[M]):
             apart, probes = self._coarse.nearest(asked.working, wide)
             query, slot = self._lists.scan(asked, probes, apart, deep)
         else:
-            near = self._coarse and self._coarse.nearest(asked.working, wide)[1]
+            near = None
+            if self._coarse is not None:
+                near = self._coarse.nearest(asked.working, wide)[1]
             query, slot = self._lists.scan(asked, near, k)
         return ranked(asked, self._rows, query, slot, k)
 

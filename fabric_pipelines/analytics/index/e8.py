@@ -61,12 +61,12 @@ def decode(codes: U8, bits: int) -> I8:
     if bits == 2:
         values = _pair_table(2, 0).take(codes.view("<u2"))
     else:
-        planes = codes.reshape(count, -1, bits)
-        low = np.ascontiguousarray(planes[..., :2]).view("<u2")[..., 0]
         if bits == 4:
-            high = np.ascontiguousarray(planes[..., 2:]).view("<u2")[..., 0]
-            rest = _pair_table(4, 2).take(high)
+            pairs = codes.view("<u2").reshape(count, -1, 2)
+            low, rest = pairs[..., 0], _pair_table(4, 2).take(pairs[..., 1])
         else:
+            planes = codes.reshape(count, -1, 3)
+            low = planes[..., 0] | (planes[..., 1].astype("<u2") << 8)
             rest = _pair_table(3, 2).take(planes[..., 2])  # a byte is a pair whose other one is 0
         values = _pair_table(bits, 0).take(low)
         both = values.view(np.int8)

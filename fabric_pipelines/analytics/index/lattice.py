@@ -18,7 +18,7 @@ import numpy as np
 
 from fabric_pipelines.analytics.index import e8
 from fabric_pipelines.analytics.index.coarse import Coarse
-from fabric_pipelines.analytics.index.lists import SHARED_MIN, probed
+from fabric_pipelines.analytics.index.lists import probed
 from fabric_pipelines.analytics.index.shortlist import Shortlist
 from fabric_pipelines.analytics.index.space import Asked
 from fabric_pipelines.analytics.index.store import F64
@@ -31,6 +31,7 @@ DIMS_AT_ONCE = (
 )
 LEVELS_MAX = 1 << 15
 TILE_PAIRS = 1 << 18
+SHARED_MIN = 1.5  # queries a probed list: decoding a list is worth sharing sooner than reading it
 VALUES_FOR_THREADS = (
     1 << 22
 )  # decoded values, below which a pool of threads costs more than it spares
@@ -160,8 +161,7 @@ class CodeLists:
         for first in range(0, len(rows.slots), ROWS_AT_ONCE):
             span = slice(first, first + ROWS_AT_ONCE)
             part = rows.at(span)
-            values = e8.decode(part.codes, self.bits)
-            values = values.astype(np.float32)  # type: ignore[assignment]
+            values = e8.decode(part.codes, self.bits).astype(np.float32)
             step = max(1, TILE_PAIRS // len(part.slots))
             for start in range(0, len(whose), step):
                 asked = whose[start : start + step]

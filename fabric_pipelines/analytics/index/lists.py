@@ -19,8 +19,8 @@ from fabric_pipelines.analytics.search import Floats, Ids
 from fabric_pipelines.analytics.threads import run_side_by_side, workers
 
 TILE_PAIRS = 1 << 18  # 1 MiB of float32 scores a tile
-SHARED_MIN = 3.0  # queries a probed list, above which lists are read for all of them at once
-FLOP_FOR_THREADS = 1e8  # a pool of threads takes two milliseconds to begin
+SHARED_MIN = 2.5  # queries a probed list, above which lists are read for all of them at once
+FLOP_FOR_THREADS = 2e7  # below it a pool of threads, 0.2 ms, costs more than it spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,17 @@ class FloatLists:
         found = Shortlist(len(asked.open), k, self.space.gap(asked.reach))
         if probes is None:
             probes = np.broadcast_to(np.arange(len(self)), (len(asked.open), len(self)))
-        wanted = np.unique(probes[probes >= 0]) if len(probes) else np.empty(0, np.int64)
-        if not len(wanted):
+        if not probes.size:
             return found.candidates()
-        if len(probes) == 1 or probes.size < SHARED_MIN * len(wanted):
-            self._query_major(asked, probes, found)
+        sizes = self.sizes()
+        flop = 2.0 * self.space.dim * float(sizes[probes[probes >= 0]].sum())
+        aside = flop > FLOP_FOR_THREADS and workers() > 1
+        shared = probes.size >= SHARED_MIN * len(np.unique(probes))
+        if aside or (shared and len(probes) > 1):
+            tasks = [(number, whose) for number, whose in probed(probes) if sizes[number]]
+            self._list_major(asked, tasks, found, aside)
         else:
-            self._list_major(asked, probes, found)
+            self._query_major(asked, probes, found)
         return found.candidates()
 
     def _query_major(self, asked: Asked, probes: Ids, found: Shortlist) -> None:
@@ -126,13 +130,15 @@ class FloatLists:
             np.negative(low, out=low)
             bias = slack = None
             if lists[0].bias is not None:
-                bias = np.concatenate([one.bias for one in lists])  # type: ignore[misc]
-                slack = np.concatenate([one.slack for one in lists])  # type: ignore[misc]
+                bias = np.concatenate([one.bias for one in lists])
+                slack = np.concatenate([one.slack for one in lists])
                 low += bias
             slots = np.concatenate([one.slots for one in lists])
             found.offer(np.array([number]), low[None], slots, slack)
 
-    def _list_major(self, asked: Asked, probes: Ids, found: Shortlist) -> None:
+    def _list_major(
+        self, asked: Asked, tasks: list[tuple[int, Ids]], found: Shortlist, aside: bool
+    ) -> None:
         def scan_list(task: tuple[int, Ids]) -> None:
             one, whose = self._lists[task[0]], task[1]
             for queries, rows in tiles(len(whose), len(one.slots)):
@@ -146,11 +152,7 @@ class FloatLists:
                 low = part.low(asked.working[whose[queries]])
                 found.offer(whose[queries], low, part.slots, part.slack)
 
-        tasks = [
-            (number, whose) for number, whose in probed(probes) if len(self._lists[number].slots)
-        ]
-        pairs = sum(len(self._lists[number].slots) * len(whose) for number, whose in tasks)
-        if 2.0 * pairs * self.space.dim > FLOP_FOR_THREADS and workers() > 1:
+        if aside:
             run_side_by_side(scan_list, tasks)
         else:
             for task in tasks:

@@ -81,7 +81,8 @@ def without(own: Ids, found: Ids) -> Ids:
     """Each list [q, n] less its own row, or less its last place where the row is not in it: [q, n - 1]."""
     itself = found == own[:, None]
     itself[~itself.any(axis=1), -1] = True
-    return found[~itself].reshape(len(found), -1)
+    others: Ids = found[~itself].reshape(len(found), -1)
+    return others
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines.analytics.index.store import F64
-from fabric_pipelines.analytics.search import Floats, Ids
+from fabric_pipelines.analytics.search import FLOAT32_SQUARE_MAX, Floats, Ids
+
+GROUPS = 256
 
 
 class Shortlist:
@@ -28,18 +30,17 @@ class Shortlist:
 
     def offer(self, asked: Ids, low: Floats, slots: Ids, slack: Floats | None) -> None:
         """low [m, n] of the rows at slots [n] for the queries `asked` [m], smaller is nearer; slack [n], None: 0."""
-        limit = self._limit[asked]
-        near = low <= _upward(limit + self._gap[asked], low.dtype)[:, None]
-        passed = np.count_nonzero(near, axis=1)
-        if passed.max(initial=0) > self.k:
-            tighter = np.flatnonzero(passed > self.k)
-            high = low if len(tighter) == len(asked) else low[tighter]
-            if slack is not None:
-                high = high + slack
-            kth = np.partition(high, self.k - 1, axis=1)[:, self.k - 1]
-            limit[tighter] = np.minimum(limit[tighter], kth)
-            self._limit[asked] = limit
-            near = low <= _upward(limit + self._gap[asked], low.dtype)[:, None]
+        limit, gap = self._limit[asked], self._gap[asked]
+        near = low <= _upward(limit + gap, low.dtype)[:, None]
+        if np.count_nonzero(near) > self.k * (1 + len(asked) // 2):
+            tighter = np.flatnonzero(np.count_nonzero(near, axis=1) > self.k)
+            if len(tighter):
+                high = low if len(tighter) == len(asked) else low[tighter]
+                limit[tighter] = np.minimum(
+                    limit[tighter], _kth(high if slack is None else high + slack, self.k)
+                )
+                self._limit[asked] = limit
+                near = low <= _upward(limit + gap, low.dtype)[:, None]
         flat = np.flatnonzero(near)
         which, row = np.divmod(flat, low.shape[1])
         least = low.ravel()[flat].astype(np.float64)
@@ -53,21 +54,51 @@ class Shortlist:
         query, slot, low, high = (
             np.concatenate(column) for column in zip(*self._parts, strict=True)
         )
-        order = np.lexsort((high, query))
-        owner = query[order]
-        kth = order[places(owner) == self.k - 1]
-        limit = np.full(len(self._limit), np.inf)
-        limit[query[kth]] = high[kth] + self._gap[query[kth]]
+        limit = _limits(query, high, len(self._limit), self.k) + self._gap
         kept = low <= limit[query]
         return query[kept], slot[kept]
 
 
+def _limits(query: Ids, high: F64, count: int, k: int) -> F64:
+    """The k-th smallest `high` of each query, rounded up to float32; inf where a query has fewer."""
+    kind = np.float32 if float(high.max(initial=0.0)) < FLOAT32_SQUARE_MAX else np.float64
+    limit = np.full(count, np.inf)
+    held = np.bincount(query, minlength=count)
+    full = np.flatnonzero(held >= k)
+    at = (np.cumsum(held) - held)[full] + k - 1
+    if kind is np.float64:
+        order = np.lexsort((high, query))
+        limit[full] = high[order[at]]
+        return limit
+    # query and value as one word, whose order is theirs: sorted ten times as fast as by two keys
+    bits = np.nextafter(high.astype(np.float32), np.float32(np.inf)).view(np.int32)
+    ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+    words = (query << 32) + (ordered.astype(np.int64) + (1 << 31))
+    words.sort()
+    kth = ((words[at] & 0xFFFFFFFF) - (1 << 31)).astype(np.int32)
+    limit[full] = (kth ^ ((kth >> 31) & np.int32(0x7FFFFFFF))).view(np.float32)
+    return limit
+
+
 def places(owner: Ids) -> Ids:
     """Number of each entry within its run; `owner` is sorted."""
-    if not len(owner):
-        return np.empty(0, np.int64)
-    starts = np.flatnonzero(np.diff(owner, prepend=owner[0] - 1))
-    return np.arange(len(owner)) - np.repeat(starts, np.diff(starts, append=len(owner)))
+    starts = np.concatenate(([0], np.flatnonzero(owner[1:] != owner[:-1]) + 1))
+    sizes = np.concatenate((starts[1:], [len(owner)])) - starts
+    numbers: Ids = np.arange(len(owner)) - np.repeat(starts, sizes)
+    return numbers
+
+
+def _kth(high: Floats, k: int) -> Floats:
+    """At least the k-th smallest of each row [m, n], n > k, and seldom more.
+
+    Of columns taken GROUPS apart the least is kept, and the k-th smallest of these is proven by k rows: 15 times as
+    fast as a partition of 4,096 columns."""
+    groups = max(GROUPS, 16 * k)
+    folds = high.shape[1] // groups
+    if folds > 1:
+        high = high[:, : folds * groups].reshape(len(high), folds, groups).min(axis=1)
+    kth: Floats = np.partition(high, k - 1, axis=1)[:, k - 1]
+    return kth
 
 
 def _upward(bound: F64, kind: np.dtype[Any]) -> Floats:
@@ -75,4 +106,5 @@ def _upward(bound: F64, kind: np.dtype[Any]) -> Floats:
     top = np.finfo(kind).max
     with np.errstate(over="ignore"):
         cast = np.nextafter(bound.astype(kind), kind.type(np.inf))
-    return np.minimum(cast, top)
+    below: Floats = np.minimum(cast, top)
+    return below

@@ -19,16 +19,16 @@ def balanced_place(rows: F64, ids: I64, centroids: F64, capacity: int) -> I64:
     room = [capacity] * len(centroids)
     while (labels < 0).any():
         bids: dict[int, list[tuple[float, int, int]]] = {}
-        for row in np.flatnonzero(labels < 0):
+        for row in np.flatnonzero(labels < 0).tolist():
             apart = [
                 (float(((rows[row] - centre) ** 2).sum()), number)
                 for number, centre in enumerate(centroids)
                 if room[number]
             ]
             distance, number = min(apart)
-            bids.setdefault(number, []).append((distance, int(ids[row]), int(row)))
+            bids.setdefault(number, []).append((distance, int(ids[row]), row))
         for number, bidders in bids.items():
-            for _, _, row in sorted(bidders)[: room[number]]:
-                labels[row] = number
+            for _, _, taken in sorted(bidders)[: room[number]]:
+                labels[taken] = number
             room[number] -= min(len(bidders), room[number])
     return labels
