@@ -8,13 +8,15 @@ many is measured against exact search on every training and kept. The metric is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.index import quality
+from fabric_pipelines.analytics.index import quality, saved
 from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
 from fabric_pipelines.analytics.index.lattice import CodeLists
 from fabric_pipelines.analytics.index.lists import FloatLists
@@ -23,7 +25,7 @@ from fabric_pipelines.analytics.index.space import Answer, Asked, Space, ranked
 from fabric_pipelines.analytics.index.store import Rows
 from fabric_pipelines.analytics.search import METRICS, Floats, Ids, Metric
 from fabric_pipelines.analytics.threads import ONE_THREAD
-from fabric_pipelines.errors import UsageError
+from fabric_pipelines.errors import CorruptionFound, UsageError
 
 BLOCK_ROWS = 4096  # of the exact kind's lists: rows by slot
 NPROBE, RERANK = 8, 8  # until recall was measured; rerank in multiples of k
@@ -66,6 +68,11 @@ class Lattice:
 
 
 Kind = Exact | Inverted | Lattice
+KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice]] = {
+    "exact": Exact,
+    "inverted": Inverted,
+    "lattice": Lattice,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +232,7 @@ class VectorIndex(Generic[M]):
         )
 
     def recipe(self) -> dict[str, Any]:
-        """What a receipt says of it, beside the digests of `saved.save`."""
+        """How it was made and what it reached: with the digests of a saved state, what a receipt says of it."""
         return {
             "kind": asdict(self.kind),
             "metric": self.metric,
@@ -233,6 +240,49 @@ class VectorIndex(Generic[M]):
             "seed": self.seed,
             "quality": asdict(self.quality) if self.quality else None,
         }
+
+    def content_sha256(self) -> str:
+        """Digest of the live rows by id, whatever became of others before."""
+        live = self._rows.live()
+        return saved.content_sha256(self._rows.ids[live], self._rows.vectors[live])
+
+    def save(self, folder: Path) -> str:
+        """Write rows, lists and recall into a new folder; returns the digest that names this state."""
+        live = self._rows.live()
+        trained = self._coarse.centroids if self._coarse else np.empty((0, self.dim), np.float32)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ids": self._rows.ids[live],
+            "vectors": self._rows.vectors[live],
+            "list_of": self._list_of[live],
+            "centroids": trained,
+            "centre": self._space.centre,
+        }
+        return saved.write(folder, self.recipe(), arrays)
+
+    @classmethod
+    def load(cls, folder: Path) -> VectorIndex[Any]:
+        """What `save` left, checked to the last byte; it answers as it did."""
+        manifest, arrays = saved.read(folder)
+        try:
+            recipe = manifest["recipe"]
+            kind = kind_of(recipe["kind"])
+            index = cls(recipe["dim"], kind=kind, metric=recipe["metric"], seed=recipe["seed"])
+            index.quality = quality.of_json(recipe["quality"])
+            index._space = Space(recipe["metric"], arrays["centre"])
+            slots, _ = index._rows.upsert(arrays["vectors"], arrays["ids"])
+            index._list_of = np.full(len(slots), -1, np.int64)
+            if len(arrays["centroids"]):
+                index._coarse = Coarse(arrays["centroids"])
+                index._empty_lists(index._coarse)
+            listed = np.flatnonzero(arrays["list_of"] >= 0)
+            if not isinstance(index._lists, CodeLists):
+                index._lists.space = index._space
+            working, reach = index._working(listed)
+            labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
+            index._append(listed, working, reach, labels)
+        except (KeyError, TypeError, ValueError) as fault:
+            raise CorruptionFound(f"{folder} is not an index: {fault}; build it anew") from fault
+        return index
 
     def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
         for name, value, kinds in (
@@ -308,6 +358,15 @@ class VectorIndex(Generic[M]):
     def _scorable_live(self) -> Ids:
         live = self._rows.live()
         return live[self._rows.scorable[live]]
+
+
+def kind_of(fields: Mapping[str, Any]) -> Kind:
+    """From `name` and the fields of that kind. UsageError naming the kinds for another name."""
+    given = dict(fields)
+    name = given.pop("name", "")
+    if name not in KINDS:
+        raise UsageError(f"kind {name!r} is unknown; use one of {', '.join(KINDS)}")
+    return KINDS[name](**given)
 
 
 def _check(dim: int, kind: Kind, metric: str) -> None:

@@ -95,6 +95,8 @@ class CodeLists:
 
     def append(self, labels: Ids, rows: Floats, reach: F64, slots: Ids) -> None:
         """Put each row, in working space, into list labels [n]."""
+        if not len(labels):
+            return
         order = np.argsort(labels, kind="stable")
         labels, coded = labels[order], self._coded(rows[order], labels[order], slots[order])
         present, starts = np.unique(labels, return_index=True)

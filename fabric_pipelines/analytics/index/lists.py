@@ -71,6 +71,8 @@ class FloatLists:
 
     def append(self, labels: Ids, rows: Floats, reach: F64, slots: Ids) -> None:
         """Put each row into list labels [n]."""
+        if not len(labels):
+            return
         order = np.argsort(labels, kind="stable")
         rows, reach, slots = rows[order], reach[order], slots[order]
         present, starts = np.unique(labels[order], return_index=True)

@@ -6,8 +6,9 @@ itself: what it finds by looking at itself says nothing about its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,13 @@ class Quality:
     rerank: int
     recall: float
     points: tuple[Point, ...]
+
+
+def of_json(fields: Mapping[str, Any] | None) -> Quality | None:
+    if fields is None:
+        return None
+    points = tuple(Point(**point) for point in fields["points"])
+    return Quality(**{**fields, "points": points})
 
 
 Search = Callable[[int, int, int], Ids]  # k, nprobe, rerank -> I [q, k]

@@ -61,7 +61,7 @@ class Shortlist:
 
 def _limits(query: Ids, high: F64, count: int, k: int) -> F64:
     """The k-th smallest `high` of each query, rounded up to float32; inf where a query has fewer."""
-    kind = np.float32 if float(high.max(initial=0.0)) < FLOAT32_SQUARE_MAX else np.float64
+    kind = np.float32 if float(np.abs(high).max(initial=0.0)) < FLOAT32_SQUARE_MAX else np.float64
     limit = np.full(count, np.inf)
     held = np.bincount(query, minlength=count)
     full = np.flatnonzero(held >= k)

@@ -35,7 +35,7 @@ def assert_answers_as_twin(index, held, xq, k):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dim", [1, 2, 7, 9, 33, 129])
+@pytest.mark.parametrize("dim", [1, 7, 33, 129])
 def test_looking_at_everything_every_kind_is_exact(kind, metric, dim):
     rows = clustered(250, dim, dim)
     rows[3], rows[4], rows[5] = np.nan, np.inf, 0.0
@@ -48,7 +48,7 @@ def test_looking_at_everything_every_kind_is_exact(kind, metric, dim):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["add", "remove", "train"]), st.integers(0, 2**32 - 1)),
@@ -95,37 +95,37 @@ def test_an_index_without_rows_finds_nothing_and_takes_rows_afterwards(kind):
 def test_answers_are_the_same_bytes_on_any_number_of_threads_and_for_any_batch(
     kind, metric, monkeypatch
 ):
-    rows = clustered(3000, 24)
-    index = VectorIndex.build(rows, np.arange(3000), kind=kind, metric=metric)
+    rows = clustered(1500, 24)
+    index = VectorIndex.build(rows, np.arange(1500), kind=kind, metric=metric)
     effort = {"exact": {}, "inverted": {"nprobe": 3}, "lattice": {"nprobe": 3, "rerank": 25}}
     answers = []
-    for threads, batch in ((1, 200), (2, 200), (2, 7), (1, 1)):
+    for threads, batch in ((1, 60), (2, 60), (2, 7), (1, 1)):
         monkeypatch.setattr(lists, "FLOP_FOR_THREADS", 0 if threads > 1 else 1e99)
         monkeypatch.setattr(lattice, "VALUES_FOR_THREADS", 0 if threads > 1 else 1e99)
         monkeypatch.setattr(lists, "TILE_PAIRS", 1000 * batch)
         with threadpool_limits(threads):
             parts = [
-                index.search(rows[:200][s : s + batch], 10, **effort[kind.name])
-                for s in range(0, 200, batch)
+                index.search(rows[:60][s : s + batch], 10, **effort[kind.name])
+                for s in range(0, 60, batch)
             ]
         answers.append([np.concatenate([part.D for part in parts]), np.concatenate([part.I for part in parts])])  # fmt: skip
     for D, found in answers[1:]:
         assert D.tobytes() == answers[0][0].tobytes()
         assert found.tobytes() == answers[0][1].tobytes()
-    own = pair_distance(rows[answers[0][1][:, 4]], rows[:200], metric)
+    own = pair_distance(rows[answers[0][1][:, 4]], rows[:60], metric)
     np.testing.assert_array_equal(own, answers[0][0][:, 4])
 
 
 @pytest.mark.parametrize("kind", [Inverted(), Lattice(), Lattice(bits=2)], ids=str)
 def test_recall_is_measured_on_every_build_and_searches_reach_it(kind):
-    rows = clustered(4000, 32, clusters=60, spread=0.5)
-    index = VectorIndex.build(rows, np.arange(4000), kind=kind, metric="cosine")
+    rows = clustered(2500, 32, clusters=60, spread=0.5)
+    index = VectorIndex.build(rows, np.arange(2500), kind=kind, metric="cosine")
     kept = index.quality
     assert kept is not None
     assert kept.recall >= kind.aim
-    assert kept.nprobe < 63
-    xq = clustered(300, 32, clusters=60, spread=0.5)
-    _, truth, _ = flat_topk(xq, rows, np.arange(4000), 10, metric="cosine")
+    assert kept.nprobe < 50
+    xq = clustered(100, 32, clusters=60, spread=0.5)
+    _, truth, _ = flat_topk(xq, rows, np.arange(2500), 10, metric="cosine")
     assert recall_at_k(index.search(xq, 10).I, truth) > 0.9
     grown = [p.recall for p in kept.points if p.rerank == kept.points[0].rerank]
     assert grown == sorted(grown)

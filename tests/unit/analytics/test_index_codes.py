@@ -14,7 +14,7 @@ from fabric_pipelines.analytics.reference import e8_codec
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_block_is_coded_as_the_nearest_point_of_the_box(bits):
     rng = np.random.default_rng(bits)
-    blocks = rng.standard_normal((120, 8)) * (rng.choice([0.3, 1.0, 3.0], (120, 1)) * 2**bits / 4)
+    blocks = rng.standard_normal((40, 8)) * (rng.choice([0.3, 1.0, 3.0], (40, 1)) * 2**bits / 4)
     k, coset = e8.nearest(blocks[:, None], bits)
     for row, block in enumerate(blocks):
         true_k, true_coset, apart = e8_codec.nearest(block, bits)
