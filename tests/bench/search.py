@@ -12,6 +12,7 @@ is not installed.
 from __future__ import annotations
 
 import argparse
+import bisect
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ AIMS = (0.90, 0.95, 0.99)
 BATCHES = {1: 24, 32: 4, 1024: 1}  # batches a round
 CLUSTERS, SPREAD = 1000, 0.2
 LATENT = 24
+QUESTIONS = 256
 
 
 @dataclass(frozen=True)
@@ -135,27 +137,30 @@ def peers(xb: np.ndarray, say: Callable[[str], None]) -> Iterator[System]:
 def least_efforts(
     system: System, xq: np.ndarray, truth: np.ndarray
 ) -> Iterator[tuple[float, Any, float]]:
-    """(aim, effort, recall): the first effort that reaches each aim; effort None and NaN where none does."""
+    """(aim, effort, recall): the least effort that reaches each aim; effort None and NaN where none does."""
+    seen: dict[str, float] = {}
+
+    def recall(effort: Any) -> float:
+        if str(effort) not in seen:
+            seen[str(effort)] = recall_at_k(system.ask(xq, effort), truth)
+        return seen[str(effort)]
+
     if not system.efforts:
-        yield 1.0, None, recall_at_k(system.ask(xq, None), truth)
+        yield 1.0, None, recall(None)
         return
-    left = list(AIMS)
-    two = isinstance(system.efforts[0], dict) and "rerank" in system.efforts[0]
-    by_probe: dict[Any, list[Any]] = defaultdict(list)
+    # by lists looked at, each with rising numbers of candidates: what was not looked at, no candidate makes good
+    groups: dict[str, list[Any]] = defaultdict(list)
     for effort in system.efforts:
-        by_probe[effort["nprobe"] if two else str(effort)].append(effort)
-    for group in by_probe.values():
-        # a list that was not looked at is not made good by more candidates
-        if two and recall_at_k(system.ask(xq, group[-1]), truth) < left[0]:
-            continue
-        for effort in group:
-            recall = recall_at_k(system.ask(xq, effort), truth)
-            while left and recall >= left[0]:
-                yield left.pop(0), effort, recall
-            if not left:
-                return
-    for aim in left:
-        yield aim, None, float("nan")
+        two = isinstance(effort, dict) and "rerank" in effort
+        groups[str(effort["nprobe"]) if two else str(effort)].append(effort)
+    ladder = list(groups.values())
+    for aim in AIMS:
+        first = bisect.bisect_left(ladder, True, key=lambda group: recall(group[-1]) >= aim)
+        if first == len(ladder):
+            yield aim, None, float("nan")
+        else:
+            chosen = next(effort for effort in ladder[first] if recall(effort) >= aim)
+            yield aim, chosen, recall(chosen)
 
 
 def measure(
@@ -166,7 +171,7 @@ def measure(
     for system in [*ours(xb), *peers(xb, say)]:
         systems.append(system)
         say(f"{kind} {dim}: {system.name} built in {system.build_s:.1f} s")
-    asked = xq[:512]
+    asked = xq[:QUESTIONS]
     truth = systems[0].ask(asked, None)
     lines: list[dict[str, Any]] = []
     for system in systems:
@@ -214,7 +219,7 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, default=100_000)
     arguments.add_argument("--dim", type=int, action="append")
     arguments.add_argument("--kind", action="append", choices=["uniform", "clustered", "latent"])
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=3)
     given = arguments.parse_args()
 
     def say(line: str) -> None:
