@@ -81,9 +81,16 @@ class Gauge:
         }
 
     def probe_ms(self) -> float:
-        began = time.perf_counter()
-        self._connection.execute(query("probe"))
-        return (time.perf_counter() - began) * 1e3
+        """Milliseconds by the server's clock, from the first statement of the probe to the end of its commit."""
+        moments = []
+        with self._connection.execute(query("probe")) as answer:
+            more: bool | None = True
+            while more:
+                if answer.description is not None:
+                    moments.append(answer.fetchone())
+                more = answer.nextset()
+        (began,), *_, (ended,) = moments
+        return (ended - began).total_seconds() * 1e3
 
 
 class Watch:
