@@ -1,4 +1,4 @@
-"""What broker, completion and Postgres hold while many more tasks go through them than fill a segment of the log.
+"""What broker, completion and Postgres hold while many more tasks go through them than fill the broker's cache of batches.
 
     python -m tests.bench.memory_of_supply --tasks 170000
 
