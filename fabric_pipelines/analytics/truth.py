@@ -98,9 +98,11 @@ def _worst(near: Float64s, k: int) -> Float64s:
     """[q, 1]: no row beyond it is among the k nearest; infinite while there are fewer than k."""
     if near.shape[1] < k:
         return np.full((len(near), 1), np.inf)
-    return near.max(axis=1, keepdims=True)
+    worst: Float64s = near.max(axis=1, keepdims=True)
+    return worst
 
 
 def _norms(rows: Float64s) -> Float64s:
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.sqrt(np.einsum("nd,nd->n", rows, rows))
+        norms: Float64s = np.sqrt(np.einsum("nd,nd->n", rows, rows))
+    return norms

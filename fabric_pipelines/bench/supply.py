@@ -1,9 +1,8 @@
 """What the fabric costs an engine: the same tasks through loop, socket, journal and database, and straight from memory.
 
 `python -m fabric_pipelines.bench.supply --tasks 20000 --rounds 2 --landed`: one vLLM engine in one process, random weights
-in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, fabric, direct, direct ...: a drift then
-weighs on both alike), its prefix cache emptied before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in
-memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
+in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, direct, fabric ...), its prefix cache emptied
+before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
 and the worker loop; it ends when the last completion is journaled, with --landed when the last task is retired: its
 row is in Postgres, which runs beside it with a completion process. Prints one JSON object a side, then the ratios.
 """
@@ -47,6 +46,7 @@ from fabric_pipelines.worker.loop import Pace, WorkerLoop
 PROMPT_TOKENS, OUTPUT_TOKENS = (180, 540), (115, 345)  # uniform, upper end left out
 VOCABULARY = (10, 150_000)
 SAMPLING = {"kind": "generate", "temperature": 0.0, "ignore_eos": True}
+STEPS_AHEAD = 3  # of vLLM's scheduler: the best that tests/bench/levers_on_cuda.py found
 SUBMIT_ROWS = 1000
 TAIL = 0.05
 SAMPLE_S = 0.05
@@ -119,7 +119,7 @@ class Watch:
         self._unfinished, self._batch = unfinished, batch
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._card = _open_card()
+        self._card = open_card()
         self._samples: list[tuple[float, float, float]] = []
         self._joules = 0.0
 
@@ -158,8 +158,9 @@ class Watch:
         }
 
 
-def _open_card() -> CardMeter | None:
-    """None unless it tells both what it used and how busy it is: a figure that is half known is left out."""
+def open_card() -> CardMeter | None:
+    """The card that the engine computes on. None unless it tells both what it used and how busy it is: a figure that is
+    half known is left out."""
     try:
         card = CardMeter(visible("cuda:0"))
     except DeviceRefused:
@@ -254,7 +255,7 @@ def run_fabric(engine: VllmEngine, mix: Mix, home: Path, pg_url: str = "") -> Si
         if pg_url:
             stack.enter_context(behind.completion(home, pg_url))
         submit_started = time.perf_counter()
-        _submit(producer, engine.name, mix)
+        submit(producer, engine.name, mix)
         submit_s = time.perf_counter() - submit_started
         with BrokerClient(endpoint, role="consumer") as client:
             loop = WorkerLoop(
@@ -275,7 +276,7 @@ def run_fabric(engine: VllmEngine, mix: Mix, home: Path, pg_url: str = "") -> Si
     )
     seconds = ended - started
     report = counts.as_json(engine.stats, {})
-    told = {name: _short(report[name]) for name in TOLD}
+    told = {name: short(report[name]) for name in TOLD}
     return Side(
         "fabric",
         counts.ok,
@@ -302,7 +303,8 @@ TOLD = (
 )
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
+    """A figure as a table shows it."""
     return round(value, 4) if isinstance(value, float) else value
 
 
@@ -324,7 +326,8 @@ def _retired(producer: BrokerClient, tasks: int) -> float:
     )
 
 
-def _submit(client: BrokerClient, engine: str, mix: Mix) -> None:
+def submit(client: BrokerClient, engine: str, mix: Mix) -> None:
+    """The whole mix as one submission."""
     rows = range(0, len(mix.prompts), SUBMIT_ROWS)
     batches = [
         task_batch(
@@ -378,17 +381,20 @@ def measure(
     home: Path,
     say: Callable[[Side], None],
     pg_url: Callable[[str], str] = lambda name: "",
+    *,
+    warm: bool = False,
 ) -> list[Side]:
-    """Rounds of both ways on one engine, in turn first; a warm-up of both comes before and is not told. It is a full
+    """Rounds of both ways on one engine, in turn; a warm-up of both comes before and is not told. It is a full
     batch with its own output lengths: after one of 16 tokens each the first side was still the slowest. pg_url: makes the
-    database of a fabric side, "" for none."""
-    warm, best = mix.first(engine.profile.max_batch_size), mix.best_order()
-    run_direct(engine, warm)
-    engine.llm.reset_prefix_cache()
-    run_fabric(engine, warm, home / "warm", pg_url("warm"))
+    database of a fabric side, "" for none. warm: the engine has just been running full, so only the fabric is warmed up."""
+    few, best = mix.first(engine.profile.max_batch_size), mix.best_order()
+    if not warm:
+        run_direct(engine, few)
+        engine.llm.reset_prefix_cache()
+    run_fabric(engine, few, home / "warm", pg_url("warm"))
     sides: list[Side] = []
     for number in range(rounds):
-        for way in ("direct", "fabric") if number % 2 == 0 else ("fabric", "direct"):
+        for way in ("direct", "fabric"):
             assert engine.llm.reset_prefix_cache(), "vLLM would not empty its prefix cache"
             if way == "direct":
                 sides.append(run_direct(engine, best))
@@ -420,7 +426,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
     with tempfile.TemporaryDirectory(prefix="fabric-") as folder, ExitStack() as stack:
         home: Path = (given.home or Path(folder)).resolve()
-        engine, load_s = open_shape(home, given.quantisation, limits, VllmOptions())
+        options = VllmOptions(steps_ahead=STEPS_AHEAD)
+        engine, load_s = open_shape(home, given.quantisation, limits, options)
         _say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
         pg_url: Callable[[str], str] = lambda name: ""  # noqa: E731 - a database is made or none is
         if given.landed:

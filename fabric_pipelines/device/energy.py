@@ -1,4 +1,4 @@
-"""What a card has used and how busy it says it is, from NVIDIA's management library (NVML), without a package for it.
+"""What a card has used, holds and how busy it says it is, from NVIDIA's management library (NVML), without a package for it.
 
 The energy is the card's own counter since its driver was loaded, in millijoules; a difference of two looks is exact, where
 sampled power would miss what happens between. A card or driver that does not count gives None, and nothing is estimated.
@@ -20,6 +20,14 @@ SUCCESS = 0
 
 class _Utilisation(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class CardMeter:
@@ -70,6 +78,14 @@ class CardMeter:
         with contextlib.suppress(DeviceRefused):
             self._ask("nvmlDeviceGetUtilizationRates", self._handle, ctypes.byref(seen))
             return float(seen.gpu) / 100
+        return None
+
+    def memory_used(self) -> int | None:
+        """Bytes, of all processes together; None where it is not told."""
+        seen = _Memory()
+        with contextlib.suppress(DeviceRefused):
+            self._ask("nvmlDeviceGetMemoryInfo", self._handle, ctypes.byref(seen))
+            return int(seen.used)
         return None
 
     def _ask(self, name: str, *given: Any) -> None:

@@ -2,9 +2,9 @@
 
 A stream gives the engine what it has places for; per row it settles, then the tokens that the scheduler gave out (prompt and
 generated, none reused: prompts are random) are counted for some seconds. So a row knows neither a beginning nor a drain.
-Sequences only grow from row to row. A trace of some steps behind the first row says what share of the wall time kernels fill, and
-the row is measured once more behind it: a profiler that stayed would show. `python -m tests.bench.levers_on_cuda TRACE...` looks
-at such traces again.
+Sequences only grow from row to row. A trace of some steps behind a row says what share of the wall time kernels fill; it holds
+kernels alone, since what the host does becomes slower by being recorded. `python -m tests.bench.levers_on_cuda TRACE...` looks at such traces
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,15 @@ CARD = "clocks.sm,power.draw,utilization.gpu,clocks_event_reasons.active"
 @dataclass(frozen=True, slots=True)
 class Lever:
     """A row: at most so many sequences, and tokens a step; group: places that must be free before requests are added, 0 =
-    there are always some waiting inside vLLM; collector: Python's, in the scheduler's process."""
+    there are always some waiting inside vLLM; ahead, whole_answers: see vllm_inside.set_ahead; traced: kernels of some steps are
+    looked at behind it; collector: Python's, in the scheduler's process."""
 
     sequences: int
     step_tokens: int
     group: int = 0
+    ahead: int = 1
+    whole_answers: bool = False
+    traced: bool = False
     collector: bool = True
 
 
@@ -103,25 +107,26 @@ def measure(
     rows: Sequence[Lever],
     settle_s: float,
     seconds: float,
-    profiles: Path | None,
-) -> list[dict[str, Any]]:
-    """A dictionary a row; the trace goes into `profiles`."""
-    told = []
+    profiles: Path,
+) -> Iterator[dict[str, Any]]:
+    """A dictionary a row, as it comes; traces go into `profiles`. The last row's settings stay."""
+    profiles.mkdir(parents=True, exist_ok=True)
     stream = Stream(engine)
     ask(engine, vllm_inside.count_tokens)
-    for number, row in enumerate(rows):
-        ask(engine, vllm_inside.set_limits, row.sequences, row.step_tokens)
-        ask(engine, vllm_inside.set_collector, row.collector)
-        stream.run(row, settle_s * (2.5 if number == 0 else 1))
-        told.append(counted(engine, stream, row, seconds))
-        if profiles is not None and number == 0:
-            told[-1]["profile"] = traced(engine, stream, row, profiles)
-            stream.run(row, 2.0)
-            told[-1]["after_profile_tok_s"] = counted(engine, stream, row, seconds)["total_tok_s"]
-    stream.end()
-    ask(engine, vllm_inside.stop_count)
-    ask(engine, vllm_inside.set_collector, True)
-    return told
+    try:
+        for number, row in enumerate(rows):
+            ask(engine, vllm_inside.set_limits, row.sequences, row.step_tokens)
+            ask(engine, vllm_inside.set_ahead, row.ahead, row.whole_answers)
+            ask(engine, vllm_inside.set_collector, row.collector)
+            stream.run(row, settle_s * (4 if number == 0 else 1))
+            told = counted(engine, stream, row, seconds)
+            if row.traced:
+                told["profile"] = traced(engine, stream, row, profiles / f"kernels-{number}.json")
+            yield told
+    finally:
+        stream.end()
+        ask(engine, vllm_inside.stop_count)
+        ask(engine, vllm_inside.set_collector, True)
 
 
 def counted(engine: VllmEngine, stream: Stream, row: Lever, seconds: float) -> dict[str, Any]:
@@ -148,13 +153,11 @@ def counted(engine: VllmEngine, stream: Stream, row: Lever, seconds: float) -> d
     }
 
 
-def traced(engine: VllmEngine, stream: Stream, row: Lever, profiles: Path) -> dict[str, Any]:
-    before = set(profiles.rglob("*.json*"))
-    engine.llm.start_profile()
+def traced(engine: VllmEngine, stream: Stream, row: Lever, to: Path) -> dict[str, Any]:
+    ask(engine, vllm_inside.start_trace)
     stream.steps(row, TRACED)
-    engine.llm.stop_profile()
-    made = set(profiles.rglob("*.json*")) - before
-    return kernels(max(made, key=lambda path: path.stat().st_size)) if made else {}
+    ask(engine, vllm_inside.stop_trace, str(to))
+    return kernels(to)
 
 
 def kernels(trace: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 HELD = "_blocks_held_back"
 COUNT = "_tokens_scheduled"
+TRACE = "_kernels_traced"
 
 
 def _core() -> Any:
@@ -55,6 +56,43 @@ def set_collector(worker: Any, on: bool) -> bool:
     """Python's garbage collector of the scheduler's process."""
     (gc.enable if on else gc.disable)()
     return gc.isenabled()
+
+
+def set_ahead(worker: Any, steps: int, whole_answers: bool) -> int:
+    """How far the scheduler runs ahead of the card, at most as far as the engine was opened for, and whether it tells each
+    token or whole answers (see worker/engines/vllm_ahead.py). Only while nothing runs. Returns the steps."""
+    core = _core()
+    most = core.vllm_config.max_concurrent_batches
+    assert 1 <= steps < most, f"opened for {most - 1} steps ahead"
+    core.batch_queue_size = 1 + steps
+    core.scheduler.holding = whole_answers
+    return steps
+
+
+def start_trace(worker: Any) -> None:
+    """Kernels alone: nothing that the host does is recorded, so it runs about as fast as without."""
+    from torch.profiler import ProfilerActivity, profile
+
+    core = _core()
+    setattr(core, TRACE, profile(activities=[ProfilerActivity.CUDA]))
+    getattr(core, TRACE).start()
+
+
+def stop_trace(worker: Any, path: str) -> None:
+    trace = getattr(_core(), TRACE)
+    trace.stop()
+    trace.export_chrome_trace(path)
+
+
+def cuda_calls(worker: Any) -> dict[str, int] | None:
+    """Calls of vLLM's process that took memory or waited since it began, by kind; None where nobody counts (LD_PRELOAD)."""
+    from fabric_pipelines.device import calls
+
+    told = calls.read()
+    if told is None:
+        return None
+    every = {kind: told.ours[kind] + told.engine[kind] for kind in calls.KINDS}
+    return {**every, "unseen": told.unseen}
 
 
 def stop_count(worker: Any) -> None:

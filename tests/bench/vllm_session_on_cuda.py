@@ -3,9 +3,10 @@
     python -m tests.bench.vllm_session_on_cuda --out FOLDER --landed-s 600
 
 In order: what the rate hangs on (levers_on_cuda), the fabric against the engine fed directly
-(fabric_pipelines.bench.supply, landed in Postgres), arrival order against the broker's (prefixes_on_cuda); where asked, products in fp8. One JSON object a line in FOLDER/session.jsonl.
-A part that fails says so there and the next one runs. --landed-s: seconds that the sides of the second part may take together;
-so many tasks are drawn (at most --tasks).
+(fabric_pipelines.bench.supply, landed in Postgres), a long run of steady supply (soak_on_cuda), arrival order against the
+broker's (prefixes_on_cuda); where asked, products in fp8. One JSON object a line in FOLDER/session.jsonl. A part that fails says so there
+and the next one runs. --landed-s: seconds that the sides of the second part may take together; so many tasks are drawn (at most
+--tasks). Started with LD_PRELOAD=$(python -m fabric_pipelines.device.calls), the soak counts CUDA calls.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ from typing import Any
 from fabric_pipelines.bench import behind, supply
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
-from tests.bench import fp8_products_on_cuda, levers_on_cuda, prefixes_on_cuda, vllm_inside
+from tests.bench import (
+    fp8_products_on_cuda,
+    levers_on_cuda,
+    prefixes_on_cuda,
+    soak_on_cuda,
+    vllm_inside,
+)
 from tests.bench.levers_on_cuda import Lever
 from tests.bench.prefixes_on_cuda import Row
 from tests.bench.vllm_inside import ask
 
 TOKENS_A_TASK = 589.2
 SIDES = 4
+SETTLE_S, COUNT_S = 4.0, 6.0  # of a row of levers
 EDGES = 0.94  # of the steady rate, over a run with its beginning and its drain
-WORTH = 1.01  # a larger group leaves more places empty: it is taken for more than this
+WORTH = 1.01  # running further ahead costs a little: it is taken for more than this
 PREFIX_ROWS = (
     Row(0.5, 24, ("arrival", "broker", "broker", "arrival")),
     Row(2.0, 8, ("arrival", "broker")),
@@ -69,11 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", type=int, default=20_000)
     parser.add_argument("--landed-s", type=float, default=600.0)
+    parser.add_argument("--soak-s", type=float, default=490.0)
+    parser.add_argument(
+        "--ahead", type=int, default=supply.STEPS_AHEAD, help="steps, at most; 1: vLLM as it is"
+    )
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--prefix-sequences", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--cache-tokens", type=int, default=80_000)
-    parser.add_argument("--parts", default="levers,landed,prefixes")
+    parser.add_argument("--parts", default="levers,landed,soak,prefixes")
     given = parser.parse_args(argv)
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -88,25 +100,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda: servers.append(stack.enter_context(behind.postgres(home / "pg"))),
         )
         limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
-        engine, load_s = supply.open_shape(
-            home, "fp8", limits, VllmOptions(profiles=out / "traces")
-        )
+        options = VllmOptions(steps_ahead=given.ahead, whole_answers=given.ahead > 1)
+        engine, load_s = supply.open_shape(home, "fp8", limits, options)
         stack.callback(engine.close)
         say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
         sequences, step_tokens = given.sequences, given.step_tokens
-        rates: dict[int, float] = {}
+        group = sequences // 32
+        rates: dict[Lever, float] = {}
 
         def levers() -> None:
+            # Steps ahead only grow: what was scheduled further ahead cannot be taken back.
             rows = [
-                Lever(sequences, step_tokens, sequences // 32),
-                Lever(sequences, step_tokens, sequences // 16),
-                Lever(sequences, step_tokens, sequences // 32, collector=False),
-                Lever(sequences, step_tokens),
+                Lever(sequences, step_tokens, group, traced=True),
+                Lever(sequences, step_tokens, group, whole_answers=True),
+                Lever(sequences, step_tokens, group, ahead=2, whole_answers=True, traced=True),
+                Lever(
+                    sequences,
+                    step_tokens,
+                    group,
+                    ahead=supply.STEPS_AHEAD,
+                    whole_answers=True,
+                    traced=True,
+                ),
             ]
-            for row in levers_on_cuda.measure(engine, rows, 7.0, 6.0, out / "traces"):
-                say({"table": "levers", **row})
-                if row["collector"]:
-                    rates[row["group"]] = row["total_tok_s"]
+            rows = [
+                row
+                for row in rows
+                if row.ahead <= given.ahead and (given.ahead > 1 or not row.whole_answers)
+            ]
+            told = levers_on_cuda.measure(engine, rows, SETTLE_S, COUNT_S, out / "traces")
+            for row, found in zip(rows, told, strict=True):
+                say({"table": "levers", **found})
+                rates[row] = found["total_tok_s"]
 
         def landed() -> None:
             rate = max(rates.values(), default=50_000.0)
@@ -115,9 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             pg_url = partial(behind.database, servers[0])
             mix = supply.draw_mix(tasks)
             sides = supply.measure(
-                engine, mix, SIDES // 2, home, lambda side: say({"table": "landed", **side.as_json()}), pg_url
+                engine, mix, SIDES // 2, home, lambda side: say({"table": "landed", **side.as_json()}), pg_url,
+                warm=bool(rates),
             )  # fmt: skip
             say({"fabric_over_direct": [round(ratio, 4) for ratio in supply.ratios(sides)]})
+
+        def soak() -> None:
+            assert engine.llm.reset_prefix_cache()
+            url = behind.database(servers[0], "soak")
+            soak_on_cuda.measure(engine, given.soak_s, home / "soak", url, say)
 
         def prefixes() -> None:
             use(engine, given.prefix_sequences, step_tokens)
@@ -129,12 +160,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if "levers" in parts:
             part(say, "levers", levers)
-            best = max(rates, key=rates.__getitem__, default=sequences // 32)
-            if best == sequences // 16 and rates[best] < WORTH * rates[sequences // 32]:
-                best = sequences // 32
-            engine.feed_in_groups(sequences if best else sequences + sequences // 2, best or 1)
-            say({"feeding_from_here": engine.feeding})
-        for name, body in (("landed", landed), ("prefixes", prefixes), ("products", products)):
+        best = max(
+            rates,
+            key=rates.__getitem__,
+            default=Lever(0, 0, ahead=given.ahead, whole_answers=given.ahead > 1),
+        )
+        for row, rate in rates.items():
+            if row.ahead < best.ahead and row.whole_answers and WORTH * rate > rates[best]:
+                best = row
+                break
+        ask(engine, vllm_inside.set_ahead, best.ahead, best.whole_answers)
+        say({"ahead": best.ahead, "whole_answers": best.whole_answers, "feeding": engine.feeding})
+        for name, body in (
+            ("landed", landed), ("soak", soak), ("prefixes", prefixes), ("products", products),
+        ):  # fmt: skip
             if name in parts:
                 part(say, name, body)
     say({"done": True})

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+from fabric_pipelines.bench import supply
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.worker.engines.checkpoint import describe
@@ -114,9 +116,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     return folder, follows
 
 
-@pytest.fixture(scope="module")
-def engine(model: tuple[Path, np.ndarray]) -> Iterator[VllmEngine]:
+@pytest.fixture(scope="module", params=["ahead", "further", "stock"])
+def engine(model: tuple[Path, np.ndarray], request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
+    """As we run it, as far ahead as benchmarks do, and with vLLM's own scheduler as it is."""
     options = VllmOptions(gpu_memory_share=0.2, kv_blocks=2048, eager=True)
+    if request.param == "further":
+        options = replace(options, steps_ahead=supply.STEPS_AHEAD)
+    if request.param == "stock":
+        options = replace(options, steps_ahead=1, whole_answers=False)
     opened = VllmEngine("tiny@vllm", read_folder(model[0]), options)
     opened.open()
     yield opened

@@ -52,6 +52,8 @@ GROUPS = 32  # of a batch: its places stand empty for half a group on average, 1
 WINDOW_STEPS = 8  # supply beside the engine, in full steps of tokens
 GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
 GRAPH_STEP = 64  # between sizes from 512 on: a step is padded to the next one
+AHEAD = "fabric_pipelines.worker.engines.vllm_ahead"  # imported by vLLM's own process, never here
+STEPS_AHEAD = "fabric_steps_ahead"  # as vllm_ahead reads it
 GRAPHS_MOST = (
     1024  # tokens; a larger step runs so long on the card that its launches hide behind it
 )
@@ -96,9 +98,10 @@ ENVIRONMENT = (
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
     """What changes speed and memory, never meaning. kv_blocks: cap of the KV cache, None = what fits;
-    eager: no compilation and no graphs (fast to open, slow to run); profiles: folder for traces of vLLM's torch
-    profiler (`llm.start_profile`), None = it is not there; group: places that must be free before requests are added (see
-    vllm_driver), None = a thirty-second of the batch."""
+        eager: no compilation and no graphs (fast to open, slow to run); profiles: folder for traces of vLLM's torch
+        profiler (`llm.start_profile`), None = it is not there; group: places that must be free before requests are added (see
+        vllm_driver), None = a thirty-second of the batch; steps_ahead: how far its scheduler may run ahead of the card, 1 = as vLLM
+    has it; whole_answers: tokens are told at a sequence's end instead of one by one (both: see vllm_ahead)."""
 
     gpu_memory_share: float = 0.9
     kv_blocks: int | None = None
@@ -106,6 +109,8 @@ class VllmOptions:
     eager: bool = False
     profiles: Path | None = None
     group: int | None = None
+    steps_ahead: int = 2
+    whole_answers: bool = True
 
 
 def graph_sizes(sequences: int) -> list[int]:
@@ -208,6 +213,11 @@ class VllmEngine(ByRequest[Driver]):
                 "torch_profiler_with_stack": False,
                 "ignore_frontend": True,
             }
+        if options.steps_ahead > 1:
+            extra["worker_extension_cls"] = f"{AHEAD}.Ahead"
+            extra["additional_config"] = {STEPS_AHEAD: options.steps_ahead}
+        if options.whole_answers:
+            extra["scheduler_cls"] = f"{AHEAD}.WholeAnswers"
         return {
             "model": str(self._folder.path),
             "skip_tokenizer_init": True,

@@ -59,12 +59,17 @@ class Nvml:
         to._obj.gpu, to._obj.memory = self.gpu, 99
         return 0
 
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, to: Any) -> int:
+        assert ctypes.sizeof(to._obj) == 24
+        to._obj.total, to._obj.free, to._obj.used = 100, 93, 7
+        return 0
+
 
 @pytest.mark.parametrize("which", ["1", "GPU-1"])
-def test_joules_and_busy_share_are_the_cards_own(which: str) -> None:
+def test_joules_busy_share_and_memory_are_the_cards_own(which: str) -> None:
     nvml = Nvml()
     with CardMeter(which, nvml.load) as card:
-        assert (card.joules(), card.busy()) == (70.5, 0.37)
+        assert (card.joules(), card.busy(), card.memory_used()) == (70.5, 0.37, 7)
         nvml.millijoules[1] = 70_750
         assert card.joules() == 70.75
     card.close()
