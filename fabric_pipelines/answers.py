@@ -26,7 +26,7 @@ SHOWN = {
         "deleted_fraction",
         "log",
     ),
-    "receipts": ("shard", "generation", "receipt_id"),
+    "receipts": ("shard", "generation", "bytes", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
     "letters": ("task_id", "state", "function", "error_code", "attempts", "consumer", "reason"),
     "kernels": ("family", "arch", "registers", "spills", "digest"),

@@ -77,19 +77,31 @@ def receipt_issue(
 def receipt_list(
     ctx: typer.Context,
     shard: Annotated[str | None, typer.Option(help="Only receipts of this shard.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """Receipts, newest first."""
+    """Receipts, newest first, and whether the bytes of their generations are kept, pinned or pruned."""
     from fabric_pipelines.dataplane.database import Database
-    from fabric_pipelines.dataplane.vectors import find_receipts
+    from fabric_pipelines.dataplane.vectors import list_receipts
 
+    found, total = list_receipts(Database.of(settings_of(ctx)), shard=shard, limit=limit)
     rows: list[dict[str, Any]] = [
-        {"receipt_id": row.receipt_id, "shard": row.shard, "generation": row.generation}
-        for row in find_receipts(Database.of(settings_of(ctx)), shard=shard)
+        {
+            "receipt_id": row.receipt_id,
+            "shard": row.shard,
+            "generation": row.generation,
+            "bytes": row.kept,
+            "issued_at": row.issued_at.isoformat(),
+        }
+        for row in found
     ]
     # a prefix is what the other commands take, and it can be copied
-    shown = [{**row, "receipt_id": row["receipt_id"][:PREFIX]} for row in rows]
-    emit({"receipts": rows}, as_json, shown={"receipts": shown})
+    shown: dict[str, Any] = {
+        "receipts": [{**row, "receipt_id": row["receipt_id"][:PREFIX]} for row in rows]
+    }
+    if total > len(rows):
+        shown["older"] = f"{total - len(rows):,} more; --limit {total} shows them"
+    emit({"receipts": rows, "total": total}, as_json, shown=shown)
 
 
 @app.command("diff")

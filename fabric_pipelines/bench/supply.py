@@ -1,8 +1,8 @@
 """What the fabric costs an engine: the same tasks through loop, socket, journal and database, and straight from memory.
 
 `python -m fabric_pipelines.bench.supply --tasks 20000 --rounds 2 --landed`: one vLLM engine in one process, random weights
-in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, direct, fabric ...), its prefix cache emptied before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in
-memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
+in the shape of Qwen2.5-7B, two ways of feeding it in turn (direct, fabric, direct, fabric ...), its prefix cache emptied
+before each. *direct* is vLLM's engine stepped by a loop of a few lines, everything in memory, in the best order (`best_order`) and groups known here. *fabric* is a broker process of its own (Unix socket, journal on disk)
 and the worker loop; it ends when the last completion is journaled, with --landed when the last task is retired: its
 row is in Postgres, which runs beside it with a completion process. Prints one JSON object a side, then the ratios.
 """
@@ -46,6 +46,7 @@ from fabric_pipelines.worker.loop import Pace, WorkerLoop
 PROMPT_TOKENS, OUTPUT_TOKENS = (180, 540), (115, 345)  # uniform, upper end left out
 VOCABULARY = (10, 150_000)
 SAMPLING = {"kind": "generate", "temperature": 0.0, "ignore_eos": True}
+STEPS_AHEAD = 3  # of vLLM's scheduler: the best that tests/bench/levers_on_cuda.py found
 SUBMIT_ROWS = 1000
 TAIL = 0.05
 SAMPLE_S = 0.05
@@ -158,7 +159,8 @@ class Watch:
 
 
 def open_card() -> CardMeter | None:
-    """The card that the engine computes on. None unless it tells both what it used and how busy it is: a figure that is half known is left out."""
+    """The card that the engine computes on. None unless it tells both what it used and how busy it is: a figure that is
+    half known is left out."""
     try:
         card = CardMeter(visible("cuda:0"))
     except DeviceRefused:
@@ -424,7 +426,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
     with tempfile.TemporaryDirectory(prefix="fabric-") as folder, ExitStack() as stack:
         home: Path = (given.home or Path(folder)).resolve()
-        engine, load_s = open_shape(home, given.quantisation, limits, VllmOptions())
+        options = VllmOptions(steps_ahead=STEPS_AHEAD)
+        engine, load_s = open_shape(home, given.quantisation, limits, options)
         _say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
         pg_url: Callable[[str], str] = lambda name: ""  # noqa: E731 - a database is made or none is
         if given.landed:

@@ -67,6 +67,7 @@ def receiver_of(settings: Settings, valve: Valve) -> Receiver:
         target=target,
         more_targets=more,
         gate=valve,
+        elastic=True,
         register=register,
         require_landed=lambda source, journal: require_landed(database, source, journal),
         say=_say,

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fabric_pipelines.dataplane.cpu_slices import give_way
 from fabric_pipelines.dataplane.valve import is_regular
 from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Landed
 from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, FabricError, TransientError
@@ -142,7 +144,8 @@ class Receiver:
     """open_source: makes a broker client. target, more_targets: writers, each with a thread of its own; with more
     than one the last is kept for what is not bulk. register: makes journal and database known to each other, called
     with (journal id, incarnation, tasks retired or dead) on each new connection. require_landed: called after it with
-    that broker and the journal id, and refuses a database that has not landed all that it has settled. say: one line to people."""
+    that broker and the journal id, and refuses a database that has not landed all that it has settled. say: one line to people.
+    elastic: the thread that steps gives way for the CPU, for good: it slices and counts what bulk lands."""
 
     open_source: Callable[[], Source]
     target: Target
@@ -152,6 +155,7 @@ class Receiver:
     rows: int = ROWS_PER_LANDING
     more_targets: Sequence[Target] = ()
     gate: Gate = field(default_factory=OpenGate)
+    elastic: bool = False
     counters: Counters = field(default_factory=Counters)
     _source: Source | None = None
     _journal_id: str = ""
@@ -160,6 +164,7 @@ class Receiver:
     _pause_s: float = 0.0
     _waits_for: str = ""
     _again: bool = False  # a new session is handed again what is held, so nothing is pulled before that is done
+    _gave_way: bool = False
     _targets: list[Target] = field(init=False)
     _threads: list[ThreadPoolExecutor] = field(init=False)
 
@@ -167,6 +172,9 @@ class Receiver:
         self._targets = [self.target, *self.more_targets]
         # one each and not a pool: a thread that gives way for bulk (cpu_slices.py) must never carry what is not
         self._threads = [ThreadPoolExecutor(1, f"writer-{at}") for at in range(len(self._targets))]
+        if self.elastic:
+            # a thread takes after the one that makes it: those of writers are made before this one gives way
+            wait([thread.submit(get_ident) for thread in self._threads])
 
     @property
     def holds(self) -> int:
@@ -180,6 +188,9 @@ class Receiver:
     def step(self, *, wait_s: float = PULL_WAIT_S) -> float:
         """Do the next piece of work; returns how long to pause before the next step: 0 when all is well and
         nothing waits at the gate, at most PULL_WAIT_S when bulk waits there. Terminal errors pass through."""
+        if self.elastic and not self._gave_way:
+            give_way()
+            self._gave_way = True
         try:
             source = self._connected()
             if not self._held:

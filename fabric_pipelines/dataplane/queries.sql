@@ -227,6 +227,17 @@ where (%(prefix)s::text is null or starts_with(receipt_id, %(prefix)s))
 order by issued_at desc, receipt_id
 limit %(limit)s;
 
+-- name: list_receipts
+-- Without the statements, which are large, and with what became of the generation's bytes.
+select r.receipt_id, r.shard, r.generation, r.issued_at,
+    case when g.pruned_at is not null then 'pruned' when g.pinned_at is not null then 'pinned' when g.name is not null then 'kept' end,
+    count(*) over ()
+from fabric.receipt as r
+left join fabric.shard_generation as g on g.name = r.shard and g.generation = r.generation
+where %(shard)s::text is null or r.shard = %(shard)s
+order by r.issued_at desc, r.receipt_id
+limit %(limit)s;
+
 -- name: durable_commits
 -- A role or server may have it off; "landed" must mean durable. Stronger settings stay.
 select set_config('synchronous_commit', 'on', false)
@@ -295,8 +306,13 @@ where tgrelid = to_regclass(%(table)s) and not tgisinternal and tgenabled <> 'D'
 order by 1;
 
 -- name: probe
--- The smallest transaction that must reach the disk; it leaves no row.
+-- The smallest transaction that must reach the disk; it leaves no row. Timed where it runs: bulk's threads in the asking
+-- process hold the interpreter's lock for milliseconds, which says nothing of the database.
+select clock_timestamp();
+begin;
 select pg_logical_emit_message(true, 'fabric probe', '');
+commit;
+select clock_timestamp();
 
 -- name: signal_wal_since_redo
 select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), redo_lsn)::float8

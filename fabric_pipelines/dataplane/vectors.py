@@ -72,6 +72,18 @@ class ReceiptRow:
     issued_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiptEntry:
+    """One line of the list of receipts. kept: "kept", "pinned" or "pruned", the bytes of its generation; None when this
+    database has no such generation."""
+
+    receipt_id: str
+    shard: str
+    generation: int
+    issued_at: datetime
+    kept: str | None
+
+
 def acquire_shard(database: Database, name: str, holder: str, *, ttl_s: float = 60) -> ShardLease:
     """The exclusive right to publish generations of shard `name`, under a new token. Raises AlreadyRunning
     naming the holder while another one's lease is running."""
@@ -288,6 +300,17 @@ def find_receipts(
     with database.session() as connection:
         rows = connection.execute(query("find_receipts"), values).fetchall()
     return [ReceiptRow(*row) for row in rows]
+
+
+def list_receipts(
+    database: Database, *, shard: str | None = None, limit: int = 100
+) -> tuple[list[ReceiptEntry], int]:
+    """The newest `limit`, newest first, and how many there are."""
+    with database.session() as connection:
+        rows = connection.execute(
+            query("list_receipts"), {"shard": shard, "limit": limit}
+        ).fetchall()
+    return [ReceiptEntry(*row[:-1]) for row in rows], rows[0][-1] if rows else 0
 
 
 def _lease_fields(lease: ShardLease) -> dict[str, Any]:

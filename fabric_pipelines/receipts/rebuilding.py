@@ -23,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
+from fabric_pipelines.analytics.truth import true_neighbours
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import RowSet, SourceRows
 from fabric_pipelines.dataplane.vectors import ReceiptRow
@@ -361,5 +361,5 @@ def _same_centroids(one: Shard, two: Shard) -> bool:
 def _probed_recall(shard: Shard) -> float:
     vectors, ids = shard.vectors(), shard.ids()
     xq = sample(vectors, ids)
-    _, truth, _ = flat_topk(xq, vectors, ids, K, metric=shard.manifest.metric)
+    truth = true_neighbours(xq, vectors, ids, K, metric=shard.manifest.metric)
     return recall_at_k(shard.search(xq, K, exact=False).I, truth)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
+from fabric_pipelines.analytics.truth import true_neighbours
 from fabric_pipelines.shards.shard import NPROBE_DEFAULT, Shard
 
 QUERIES = 64
@@ -23,7 +23,7 @@ def measure(shard: Shard) -> dict[str, Any]:
     """recall_at_10 of exact and probed search, imbalance (largest list over mean), empty lists, rows."""
     vectors, ids = shard.vectors(), shard.ids()
     xq = sample(vectors, ids)
-    _, truth, _ = flat_topk(xq, vectors, ids, K, metric=shard.manifest.metric)
+    truth = true_neighbours(xq, vectors, ids, K, metric=shard.manifest.metric)
     sizes = np.diff(shard.indptr)
     return {
         "queries": len(xq),

@@ -1,8 +1,7 @@
 """Recall of a generation's search against the truth: brute force in float64 over the rows in the database.
 
 The rows are read back from their source, so the comparison crosses everything in between: landing, building,
-block files, search. The truth is the twin, the plainest loop; it is quadratic, so queries are a sample,
-rows at even distance.
+block files, search. Every pair is scored (analytics/truth.py), so queries are a sample, rows at even distance.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import recall_at_k
+from fabric_pipelines.analytics.truth import true_neighbours
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.shards.shard import Shard
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
@@ -40,6 +39,6 @@ def recall_of(
         return Recall(1.0, k, 0, 0)
     asked = np.unique(np.linspace(0, count - 1, min(queries, count)).astype(np.int64))
     xq = rows.vectors[asked]
-    _, truth, _ = flat_topk(xq, rows.vectors, rows.ids, k, metric=shard.manifest.metric)
+    truth = true_neighbours(xq, rows.vectors, rows.ids, k, metric=shard.manifest.metric)
     _, found = shard.search(xq, k)
     return Recall(recall_at_k(found, truth), k, len(asked), count)

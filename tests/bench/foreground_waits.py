@@ -4,8 +4,8 @@
 
 Bulk of 1,000 rows a transaction lands at a fixed rate in one of several ways, or not at all; ways take turns at random, a
 slot each, so that the machine's other work falls on all of them. Around each transaction of the small writer the
-kernel's `schedstat` of client and backend tells what it ran and how long it waited for a CPU; another session asks Postgres
-every millisecond what that backend waits for. Printed per way: percentiles, their ratio to silence, and of the
+kernel's `schedstat` of client and backend tells what it ran and how long it waited for a CPU; with `--events` another
+session asks Postgres every millisecond what that backend waits for, and takes a core's time itself. Printed per way: percentiles, their ratio to silence, and of the
 slowest 1 % the mean of its parts and the events that were seen.
 """
 
@@ -37,7 +37,7 @@ from fabric_pipelines.dataplane.cpu_slices import LONG_NS, BackendSlice, ask
 from fabric_pipelines.dataplane.database import Connection, Database
 from fabric_pipelines.dataplane.writer import Landed, Writer
 
-SLOT_S, BREATH_S, STEP_S = 0.8, 0.1, 0.001
+SLOT_S, BREATH_S, STEP_S = 0.8, 0.2, 0.001
 WRITE = "update foreground set n = n + 1 where id = %s"
 STATE = "select state, wait_event_type || ':' || wait_event from pg_stat_get_activity(%s) limit 1"
 
@@ -104,11 +104,14 @@ def _ran_ns(*pids: int) -> tuple[int, int]:
     return sum(int(each[0]) for each in words), sum(int(each[1]) for each in words)
 
 
-def foreground(url: str, seconds: float) -> None:
+def foreground(url: str, seconds: float, core: int | None) -> None:
     """In a process of its own: its backend, then (began, ms, ms on a CPU, ms runnable) of each transaction."""
     draw, took = random.Random(1), []
     with psycopg.connect(url, autocommit=True) as connection:
         pids = os.getpid(), connection.info.backend_pid
+        if core is not None:
+            for pid in pids:
+                os.sched_setaffinity(pid, {core})
         sys.stdout.write(f"{pids[1]}\n")
         sys.stdout.flush()
         end = time.perf_counter() + seconds
@@ -135,7 +138,9 @@ def events(url: str, seconds: float, pid: int) -> None:
     sys.stdout.write(json.dumps(found))
 
 
-def measure(names: list[str], rate: float, seconds: float) -> list[str]:
+def measure(
+    names: list[str], rate: float, seconds: float, core: int | None, *, events: bool
+) -> list[str]:
     order = ["silence", *names] * max(1, round(seconds / SLOT_S))
     random.Random().shuffle(order)
     total_s = len(order) * (SLOT_S + BREATH_S)
@@ -154,9 +159,10 @@ def measure(names: list[str], rate: float, seconds: float) -> list[str]:
             bulk[name] = stack.enter_context(made)
             with bulk[name].turn():
                 time.sleep(SLOT_S)
-        small = _child("foreground", url, total_s)
+        small = _child("foreground", url, total_s, *([] if core is None else [str(core)]))
         assert small.stdout is not None
-        watcher = _child("events", url, total_s, small.stdout.readline())
+        backend = small.stdout.readline()
+        watcher = _child("events", url, total_s, backend) if events else None
         for name in order:
             with bulk[name].turn() if name in bulk else ExitStack():
                 time.sleep(BREATH_S)
@@ -164,7 +170,9 @@ def measure(names: list[str], rate: float, seconds: float) -> list[str]:
                 time.sleep(SLOT_S)
                 spans.append((name, began, time.time()))
                 rows[name] += governed._inserted(bulk, name) - before
-        took, waits = (json.loads(each.communicate()[0]) for each in (small, watcher))
+        took, waits = (
+            json.loads(each.communicate()[0]) if each else [] for each in (small, watcher)
+        )
     return _lines(["silence", *names], spans, took, waits, rows)
 
 
@@ -212,16 +220,20 @@ def _lines(
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         what, url, seconds, *more = sys.argv[2:]
-        foreground(url, float(seconds)) if what == "foreground" else events(
-            url, float(seconds), int(more[0])
-        )
+        if what == "foreground":
+            foreground(url, float(seconds), int(more[0]) if more else None)
+        else:
+            events(url, float(seconds), int(more[0]))
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ways", nargs="+", choices=sorted(WAYS))
     parser.add_argument("--rate", type=float, default=30_000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
+    parser.add_argument("--events", action="store_true", help="ask Postgres what it waits for")
+    parser.add_argument("--core", type=int, help="where the small writer and its backend run")
     asked = parser.parse_args()
-    sys.stdout.write("\n".join(measure(asked.ways, asked.rate, asked.seconds)) + "\n")
+    lines = measure(asked.ways, asked.rate, asked.seconds, asked.core, events=asked.events)
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ of the same rows: along the centroids of the increment, and with new centroids o
 between those is what training alone does to recall). Truth is a brute force over the rows; questions are held out, and
 asked apart for rows that moved. `--times` lays that many increments one over the other and prints one line each, what
 they leave for a search to read, and every tenth time a full build of the same rows. CPU time beside wall time, because
-the machine is shared.
+the machine is shared. Every generation gets its receipt, as `fabric receipt refresh` does it: what that takes, which is the
+same after an increment and after a full build, is in a column of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines import shards
+from fabric_pipelines import receipts, shards
 from fabric_pipelines.analytics.search import exact_topk, recall_at_k
 from fabric_pipelines.shards.generation import Generation
 from fabric_pipelines.shards.manifest import ShardManifest
@@ -132,6 +133,7 @@ class Bench:
         self.fresh = np.split(drawn[options.rows + QUESTIONS :].astype(np.float32), options.times)
         self.store = ArrayStore(drawn[: options.rows])
         self.first: Generation = self.build(self.store, folder / "first", 1)
+        receipts.issue(self.store, folder / "first", NAME)
 
     def build(self, store: ArrayStore, root: Path, seed: int, keep: bool = False) -> Generation:
         return shards.build(
@@ -182,6 +184,7 @@ class Bench:
         count = max(1, int(self.options.rows * self.options.moved))
         moves = self._move(kind, store, root, count, np.random.default_rng(11))
         done, cost = timed(lambda: shards.refresh(store, root, NAME))
+        _, receipt = timed(lambda: receipts.issue(store, root, NAME))
         manifest = done.generation.manifest
         written = lists_written(self.first.manifest, manifest)
         asked = Asked(store, self.held_out, moves)
@@ -200,6 +203,7 @@ class Bench:
             "bytes_written": done.written,
             "files_linked": done.generation.linked,
             **cost,
+            "receipt_cpu_s": receipt["cpu_s"],
             **read_cost(store, root),
             "recall_at_10": asked.recall(store, root),
         }
@@ -207,9 +211,11 @@ class Bench:
         full: dict[str, Any] = {}
         for name, seed, keep in self._full_builds():
             made, full_cost = timed(lambda s=seed, k=keep: self.build(store, root, s, k))
+            _, receipt = timed(lambda: receipts.issue(store, root, NAME))
             size = sum({e.path: e.bytes for e in made.manifest.files}.values())
             full[name] = {
                 **full_cost,
+                "receipt_cpu_s": receipt["cpu_s"],
                 "bytes": size,
                 "bytes_written": new_bytes(self.first.manifest, made.manifest),
                 "recall_at_10": asked.recall(store, root),
@@ -275,14 +281,16 @@ def table(row: dict[str, Any]) -> str:
     lines = [
         f"{row['moves']} moves: {row['moved']:,} of {row['rows']:,} rows in {row['lists_moved']} of "
         f"{row['lists']} lists, {row['changed_list']:.0%} to another list",
-        "| how | lists written | bytes written | of a full build | s | of a full build | CPU-s | of a full build |",
-        "|---|---|---|---|---|---|---|---|",
+        "| how | lists written | bytes written | of a full build | s | of a full build | CPU-s | of a full build "
+        "| receipt, CPU-s |",
+        "|---|---|---|---|---|---|---|---|---|",
         f"| {row['how']} {row['why']} | {row['lists_written']} | {row['bytes_written'] / 1e6:,.1f} MB | "
         f"{row['bytes_share']:.2%} | {row['s']:.1f} | {row['time_share']:.1%} | {row['cpu_s']:.1f} | "
-        f"{row['cpu_share']:.1%} |",
+        f"{row['cpu_share']:.1%} | {row['receipt_cpu_s']:.1f} |",
         *(
             f"| full, {name} | {row['lists']} | {full['bytes_written'] / 1e6:,.1f} MB | "
-            f"{full['bytes_written'] / trained['bytes']:.2%} | {full['s']:.1f} | | {full['cpu_s']:.1f} | |"
+            f"{full['bytes_written'] / trained['bytes']:.2%} | {full['s']:.1f} | | {full['cpu_s']:.1f} | "
+            f"| {full['receipt_cpu_s']:.1f} |"
             for name, full in row["full"].items()
         ),
         "",

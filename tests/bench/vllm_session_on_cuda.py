@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, default=20_000)
     parser.add_argument("--landed-s", type=float, default=600.0)
     parser.add_argument("--soak-s", type=float, default=490.0)
-    parser.add_argument("--ahead", type=int, default=3, help="steps, at most; 1: vLLM as it is")
+    parser.add_argument(
+        "--ahead", type=int, default=supply.STEPS_AHEAD, help="steps, at most; 1: vLLM as it is"
+    )
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--prefix-sequences", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
@@ -112,12 +114,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 Lever(sequences, step_tokens, group, traced=True),
                 Lever(sequences, step_tokens, group, whole_answers=True),
                 Lever(sequences, step_tokens, group, ahead=2, whole_answers=True, traced=True),
-                Lever(sequences, step_tokens, group, ahead=3, whole_answers=True, traced=True),
+                Lever(
+                    sequences,
+                    step_tokens,
+                    group,
+                    ahead=supply.STEPS_AHEAD,
+                    whole_answers=True,
+                    traced=True,
+                ),
             ]
             rows = [
                 row
                 for row in rows
-                if row.ahead <= given.ahead and (row.whole_answers < given.ahead)
+                if row.ahead <= given.ahead and (given.ahead > 1 or not row.whole_answers)
             ]
             told = levers_on_cuda.measure(engine, rows, SETTLE_S, COUNT_S, out / "traces")
             for row, found in zip(rows, told, strict=True):
@@ -154,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = max(
             rates,
             key=rates.__getitem__,
-            default=Lever(0, 0, ahead=min(given.ahead, 2), whole_answers=given.ahead > 1),
+            default=Lever(0, 0, ahead=given.ahead, whole_answers=given.ahead > 1),
         )
         for row, rate in rates.items():
             if row.ahead < best.ahead and row.whole_answers and WORTH * rate > rates[best]:

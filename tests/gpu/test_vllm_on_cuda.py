@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+from fabric_pipelines.bench import supply
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.worker.engines.checkpoint import describe
@@ -115,10 +116,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     return folder, follows
 
 
-@pytest.fixture(scope="module", params=["ahead", "stock"])
+@pytest.fixture(scope="module", params=["ahead", "further", "stock"])
 def engine(model: tuple[Path, np.ndarray], request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
-    """As we run it, and with vLLM's own scheduler as it is."""
+    """As we run it, as far ahead as benchmarks do, and with vLLM's own scheduler as it is."""
     options = VllmOptions(gpu_memory_share=0.2, kv_blocks=2048, eager=True)
+    if request.param == "further":
+        options = replace(options, steps_ahead=supply.STEPS_AHEAD)
     if request.param == "stock":
         options = replace(options, steps_ahead=1, whole_answers=False)
     opened = VllmEngine("tiny@vllm", read_folder(model[0]), options)

@@ -31,7 +31,7 @@ def test_both_ways_run_the_same_tokens_and_the_last_completion_is_journaled(
     mix, told = draw_mix(150), []
     sides = measure(engine, mix, 2, tmp_path / "h", told.append)
     engine.close()
-    assert [side.way for side in sides] == ["direct", "fabric", "fabric", "direct"]
+    assert [side.way for side in sides] == ["direct", "fabric", "direct", "fabric"]
     assert told == sides
     for side in sides:
         assert side.tasks == 150

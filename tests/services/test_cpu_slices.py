@@ -182,3 +182,23 @@ def test_completion_keeps_one_writer_that_gives_no_way(home_settings: Settings) 
     receiver = receiver_of(home_settings, valve_of(home_settings))
     assert [target._elastic for target in receiver._targets] == [True, True, False]  # type: ignore[attr-defined]
     receiver.close()
+
+
+def test_the_thread_that_steps_gives_way_and_the_writer_of_what_must_not_wait_does_not(
+    home_settings: Settings,
+) -> None:
+    """It slices and counts what bulk lands; a thread takes after the one that made it."""
+    receiver = receiver_of(home_settings, valve_of(home_settings))
+
+    def place() -> tuple[int, list[int]]:
+        return slice_ns(), sorted(os.sched_getaffinity(0))
+
+    def work() -> tuple[Any, Any, Any]:
+        before = place()
+        receiver.step(wait_s=0)  # there is no broker: it says so and pauses
+        return before, place(), receiver._threads[-1].submit(place).result()
+
+    before, stepping, regular = in_thread(work)
+    receiver.close()
+    assert (before, regular) == ((USUAL_NS, CORES), (USUAL_NS, CORES))
+    assert stepping == (LONG_NS, HALF or CORES)

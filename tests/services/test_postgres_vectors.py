@@ -155,3 +155,34 @@ def test_a_receipt_is_kept_once_and_found_by_prefix(database: Database) -> None:
     with pytest.raises(UsageError, match="more digits"):
         vectors.find_receipt(database, "aa")
     assert len(vectors.find_receipts(database, shard="s", generation=1)) == 2
+
+
+def test_the_list_of_receipts_says_which_bytes_are_there_and_how_many_more_there_are(
+    database: Database,
+) -> None:
+    lease = vectors.acquire_shard(database, "s", "me")
+    for number in range(1, 5):
+        vectors.publish_generation(
+            database, lease, generation=number, manifest_sha256=f"{number}", manifest={}
+        )
+        vectors.insert_receipt(
+            database, receipt_id=f"{number}" * 64, shard="s", generation=number, statement={}
+        )
+    vectors.insert_receipt(
+        database, receipt_id="9" * 64, shard="restored", generation=1, statement={}
+    )
+    assert vectors.pin_generation(database, "s", 2, "a paper")
+    assert vectors.prune_generation(database, lease, generation=1)
+
+    entries, total = vectors.list_receipts(database, shard="s")
+    assert [(entry.generation, entry.kept) for entry in entries] == [
+        (4, "kept"),
+        (3, "kept"),
+        (2, "pinned"),
+        (1, "pruned"),
+    ]
+    assert total == 4
+    newest, total = vectors.list_receipts(database, limit=2)
+    assert [(entry.shard, entry.kept) for entry in newest] == [("restored", None), ("s", "kept")]
+    assert total == 5
+    assert vectors.list_receipts(database, shard="none") == ([], 0)

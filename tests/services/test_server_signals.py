@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack
 
 import psycopg
@@ -72,6 +73,29 @@ def test_a_role_that_may_not_see_a_signal_still_gives_the_others(database: Datab
             connection.execute("drop role watcher")
     assert [item.wal_since_redo for item in seen] == [None, None]
     assert seen[1].wal_buffers_full is not None
+
+
+def test_a_probe_measures_the_server_and_not_the_threads_beside_it(database: Database) -> None:
+    """Its transaction ends on the disk, its answer is taken late: that is nobody's wait but ours."""
+    with database.session() as connection:
+
+        class Late:
+            info = connection.info
+
+            def execute(self, text: bytes) -> psycopg.Cursor:
+                answer = connection.execute(text)
+                time.sleep(0.2)
+                return answer
+
+        flushed = "select pg_current_wal_flush_lsn() - %s::pg_lsn"
+        begin = connection.execute("select pg_current_wal_insert_lsn()").fetchone()
+        assert begin is not None
+        taken = min(Gauge(Late()).probe_ms() for _ in range(3))  # type: ignore[arg-type]
+        assert 0 < taken < 200
+        written = connection.execute(flushed, begin).fetchone()
+        assert written is not None
+        assert written[0] > 0
+        assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
 
 
 def test_indexes_and_triggers_make_a_table_dearer_before_it_is_written_to(

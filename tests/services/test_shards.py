@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.dataplane import source, vectors
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
-from fabric_pipelines.errors import AlreadyRunning, FencingLost, SchemaError
+from fabric_pipelines.errors import AlreadyRunning, FencingLost, SchemaError, UsageError
 from fabric_pipelines.shards.disk import Disk
 from tests.support_completions import pulled_batch
 
@@ -103,18 +104,34 @@ def test_a_zombie_holder_publishes_nothing(database: Database, tmp_path: Path) -
         build(database, tmp_path)
 
 
+class Killing(Disk):
+    """Kills its process before the `step`th call."""
+
+    def __init__(self, step: int) -> None:
+        self._left = step
+
+    def __getattribute__(self, name: str) -> object:
+        if name in Disk.__dict__ and not name.startswith("_"):
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+
+
 def _build_and_die(url: str, root: Path, step: int) -> None:
-    class Killing(Disk):
-        steps = 0
+    build(Database(url), root, disk=Killing(step))
 
-        def __getattribute__(self, name: str) -> object:
-            if name in Disk.__dict__ and not name.startswith("_"):
-                Killing.steps += 1
-                if Killing.steps == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getattribute__(name)
 
-    build(Database(url), root, disk=Killing())
+def _prune_and_die(url: str, root: Path, step: int) -> None:
+    shards.prune(Database(url), root, "corpus", keep=1, disk=Killing(step))
+
+
+def killed(work: Callable[[str, Path, int], None], *given: object) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=work, args=given)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    child.close()
 
 
 @pytest.mark.parametrize("step", [3, 9, 24])
@@ -124,13 +141,7 @@ def test_kill_nine_while_building_leaves_the_old_generation_and_the_next_build_t
     land(database)
     build(database, tmp_path)
     land(database, first=ROWS, rows=20)
-    child = multiprocessing.get_context("spawn").Process(
-        target=_build_and_die, args=(database.url, tmp_path, step)
-    )
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-    child.close()
+    killed(_build_and_die, database.url, tmp_path, step)
     assert shards.scrub(database, tmp_path, "corpus").ok
     with shards.open_shard(database, tmp_path, "corpus") as shard:
         assert shard.manifest.rows == ROWS
@@ -138,3 +149,27 @@ def test_kill_nine_while_building_leaves_the_old_generation_and_the_next_build_t
     assert (second.number, second.manifest.rows) == (2, ROWS + 20)
     left = {path.name for path in (tmp_path / "corpus").iterdir()}
     assert left == {".lock", "g000001-t1", "g000002-t3"}
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_kill_nine_while_pruning_leaves_rows_that_tell_the_truth_and_the_next_prune_ends_it(
+    database: Database, tmp_path: Path, step: int
+) -> None:
+    """Two generations go: before a rename, before the folder is synced, before the last files."""
+    land(database)
+    for lists in (6, 5, 4):
+        build(database, tmp_path, lists=lists)
+    killed(_prune_and_die, database.url, tmp_path, step)
+    for number in (1, 2, 3):
+        row = vectors.current_generation(database, "corpus", number)
+        assert row is not None
+        if row.pruned is None:
+            with shards.open_shard(database, tmp_path, "corpus", number) as shard:
+                assert shard.manifest.rows == ROWS
+        else:
+            with pytest.raises(UsageError, match="pruned by policy"):
+                shards.open_shard(database, tmp_path, "corpus", number)
+    assert shards.scrub(database, tmp_path, "corpus").ok
+    done = shards.prune(database, tmp_path, "corpus", keep=1)
+    assert [kept.generation for kept in done.kept] == [3]
+    assert {path.name for path in (tmp_path / "corpus").iterdir()} == {".lock", "g000003-t3"}

@@ -38,11 +38,14 @@ from fabric_pipelines.records.confirmation import Confirmation
 from fabric_pipelines.records.settled import Settled, Sums
 
 SETTLE_S = 1.5
+WARM_S = 12.0
+"""Of governed bulk before the first turn: what it finds out at the start of a process, it finds out once."""
 TURN_S = 4.0
 """The watcher may notice bulk two seconds late, as it does at work."""
 BREATH_S = 0.3
 """Between two turns, counted for neither: what was begun ends."""
-TAP_STEP_S = 0.01
+TAP_STEP_S = 0.1
+"""A loop whose turn it is not asks so seldom: each time takes a moment of the core that the small writer has."""
 FILL_SEGMENTS_MOST = 512
 OTHER_IDS = 1 << 36
 """Where those of governed bulk begin: the two never meet in the table."""
@@ -182,10 +185,10 @@ def _run(database: Database, seconds: float) -> tuple[Run, dict[str, Any]]:
         watch.start()
         time.sleep(SETTLE_S)  # as at the start of completion: silence is seen before bulk comes
         kinds = {"ungoverned": free, "governed": governed}
-        for bulk in kinds.values():  # and a turn of each that does not count
+        for bulk, warm_s in ((free, turn_s), (governed, WARM_S)):  # and none of this counts
             with bulk.turn():
                 valve.deaf = bulk is free
-                time.sleep(turn_s)
+                time.sleep(warm_s)
         run: Run = {name: Turns() for name in TURNS}
         spans: list[tuple[str, float, float]] = []
         with _foreground(database.url, cycles * len(TURNS) * (turn_s + BREATH_S)) as samples:
@@ -239,7 +242,9 @@ def _bulk(database: Database, gate: Any, first: int, *, elastic: bool) -> Iterat
     source, tap = EndlessSource(first), Tap(gate)
     here = Database(database.url, application="bench")
     target, *more = (Writer(here, elastic=elastic and bulk) for bulk in (True, True, False))
-    loop = Receiver(lambda: source, target, lambda *_: None, more_targets=more, gate=tap)
+    loop = Receiver(
+        lambda: source, target, lambda *_: None, more_targets=more, gate=tap, elastic=elastic
+    )
     done, faults = threading.Event(), []
 
     def land() -> None:
