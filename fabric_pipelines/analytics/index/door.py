@@ -45,11 +45,11 @@ class Exact:
 class Inverted:
     """Rows in lists around centroids, of which a query looks at the nprobe nearest.
 
-    lists: at most so many (0: the square root of the rows at training). balance: no list takes more than this times
-    the mean when it is cut. aim: recall@10 that the nprobe of a search which names none should have."""
+    lists: how many (0: the square root of the rows at training; fewer where there are fewer rows). balance: no list
+    takes more than this times the rows a list, when it is cut; there are more lists where that needs them. aim: recall@10 that the nprobe of a search which names none should have."""
 
     lists: int = 0
-    balance: float = 4.0
+    balance: float = 3.0
     iterations: int = 10
     aim: float = 0.95
     name: str = field(default="inverted", init=False)
@@ -61,7 +61,7 @@ class Lattice:
 
     bits: int = 4
     lists: int = 0
-    balance: float = 4.0
+    balance: float = 3.0
     iterations: int = 10
     aim: float = 0.95
     name: str = field(default="lattice", init=False)
