@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -188,24 +189,40 @@ class VectorIndex(Generic[M]):
             query, slot = self._lists.scan(asked, near, k)
         return ranked(asked, self._rows, query, slot, k)
 
+    def rows_of(self, ids: npt.NDArray[Any]) -> Floats:
+        """Copies of the stored rows [n, d] of ids [n]. UsageError naming an id that is not there."""
+        names = np.asarray(ids, np.int64)
+        slots, there = self._rows.find(names)
+        if not there.all():
+            raise UsageError(f"the index has no row {names[~there][0]}")
+        return self._rows.vectors[slots]
+
+    def questions(self) -> tuple[Ids, Floats]:
+        """Ids and rows that recall is asked of."""
+        slots = self._scorable_live()
+        asked = slots[quality.questions_of(self._rows.ids[slots])]
+        return self._rows.ids[asked], self._rows.vectors[asked]
+
+    def exact(self, xq: Floats, k: int) -> Answer:
+        """What an index of kind Exact over the same rows answers."""
+        slots = self._scorable_live()
+        lists = FloatLists(self._space, 1)
+        lists.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
+        with ONE_THREAD:
+            asked = Asked(xq, self._space)
+            return ranked(asked, self._rows, *lists.scan(asked, None, k), k)
+
     def measure(self) -> Quality | None:
         """Measure recall@10 against exact search over the same rows; None where there is nothing to ask."""
         self.quality = None
-        slots = self._scorable_live()
-        asked = slots[quality.questions_of(self._rows.ids[slots])]
-        if not len(asked) or self._coarse is None:
+        own, xq = self.questions()
+        if not len(own) or self._coarse is None:
             return None
-        xq, own = self._rows.vectors[asked], self._rows.ids[asked]
-        exact = FloatLists(self._space, 1)
-        exact.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
-        ready = Asked(xq, self._space)
-        k = quality.K + 1
-        truth = ranked(ready, self._rows, *exact.scan(ready, None, k), k).I
         self.quality = quality.curve(
             own,
-            len(slots),
+            int(self._scorable_live().size),
             getattr(self.kind, "aim", 1.0),
-            truth,
+            self.exact(xq, quality.K + 1).I,
             len(self._lists),
             isinstance(self.kind, Lattice),
             lambda count, nprobe, rerank: (
@@ -366,6 +383,10 @@ def kind_of(fields: Mapping[str, Any]) -> Kind:
     name = given.pop("name", "")
     if name not in KINDS:
         raise UsageError(f"kind {name!r} is unknown; use one of {', '.join(KINDS)}")
+    known = {each.name for each in fields_of(KINDS[name])}
+    foreign = sorted(set(given) - known)
+    if foreign:
+        raise UsageError(f"an index of kind {name!r} has no {foreign[0]}: leave it out")
     return KINDS[name](**given)
 
 
