@@ -38,7 +38,7 @@ def index_build(
     vector_column: Vectors = "vector",
     id_column: Annotated[str, typer.Option(help="Column of the ids.")] = "id",
     kind: Annotated[
-        Literal["exact", "inverted", "lattice"], typer.Option(help="How it is searched.")
+        Literal["exact", "inverted", "lattice", "faiss"], typer.Option(help="How it is searched.")
     ] = "inverted",
     metric: Annotated[
         Literal["cosine", "l2"] | None,
@@ -50,6 +50,9 @@ def index_build(
     bits: Annotated[
         int | None, typer.Option(min=2, max=4, help="Of a lattice code, a dimension; default: 4.")
     ] = None,
+    factory: Annotated[
+        str | None, typer.Option(help="Of kind faiss: its factory string; default: HNSW32.")
+    ] = None,
     aim: Annotated[
         float | None, typer.Option(help="Recall that searches should have; default: 0.95.")
     ] = None,
@@ -60,7 +63,7 @@ def index_build(
     from fabric_pipelines.analytics.index import VectorIndex
     from fabric_pipelines.analytics.index.door import kind_of
 
-    chosen = {"lists": lists, "bits": bits, "aim": aim}
+    chosen = {"lists": lists, "bits": bits, "factory": factory, "aim": aim}
     given = {name: value for name, value in chosen.items() if value is not None}
     vectors, ids, own = _rows(ctx, shard, file, vector_column, id_column)
     index = VectorIndex.build(

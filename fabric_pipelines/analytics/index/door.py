@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fabric_pipelines.analytics.index import quality, saved
 from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
+from fabric_pipelines.analytics.index.faiss_lists import FaissLists
 from fabric_pipelines.analytics.index.lattice import CodeLists
 from fabric_pipelines.analytics.index.lists import FloatLists
 from fabric_pipelines.analytics.index.quality import Quality
@@ -68,11 +69,21 @@ class Lattice:
     name: str = field(default="lattice", init=False)
 
 
-Kind = Exact | Inverted | Lattice
-KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice]] = {
+@dataclass(frozen=True, slots=True)
+class Faiss:
+    """An index of faiss-cpu, by its factory string; `nprobe` is an IVF's, `rerank` the efSearch of an HNSW."""
+
+    factory: str = "HNSW32"
+    aim: float = 0.95
+    name: str = field(default="faiss", init=False)
+
+
+Kind = Exact | Inverted | Lattice | Faiss
+KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice] | type[Faiss]] = {
     "exact": Exact,
     "inverted": Inverted,
     "lattice": Lattice,
+    "faiss": Faiss,
 }
 
 
@@ -104,7 +115,7 @@ class VectorIndex(Generic[M]):
         self._rows = Rows(dim, metric)
         self._space = Space(metric, np.zeros(dim))
         self._coarse: Coarse | None = None
-        self._lists: FloatLists | CodeLists = FloatLists(self._space, 0)
+        self._lists: FloatLists | CodeLists | FaissLists = FloatLists(self._space, 0)
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
 
     @classmethod
@@ -178,7 +189,9 @@ class VectorIndex(Generic[M]):
         if not len(asked.open) or not len(self._lists):
             none = np.empty(0, np.int64)
             return ranked(asked, self._rows, none, none, k)
-        if isinstance(self._lists, CodeLists):
+        if isinstance(self._lists, FaissLists):
+            query, slot = self._lists.scan(asked, wide, deep, k)
+        elif isinstance(self._lists, CodeLists):
             assert self._coarse is not None, "codes without centroids"
             apart, probes = self._coarse.nearest(asked.working, wide)
             query, slot = self._lists.scan(asked, probes, apart, deep)
@@ -216,17 +229,23 @@ class VectorIndex(Generic[M]):
         """Measure recall@10 against exact search over the same rows; None where there is nothing to ask."""
         self.quality = None
         own, xq = self.questions()
-        if not len(own) or self._coarse is None:
+        if not len(own) or isinstance(self.kind, Exact):
             return None
+        choices = choices_of(self.kind)
         self.quality = quality.curve(
             own,
             int(self._scorable_live().size),
             getattr(self.kind, "aim", 1.0),
             self.exact(xq, quality.K + 1).I,
             len(self._lists),
-            isinstance(self.kind, Lattice),
+            "rerank" in choices,
             lambda count, nprobe, rerank: (
-                self.search(xq, count, nprobe=nprobe, rerank=rerank or None).I
+                self.search(
+                    xq,
+                    count,
+                    nprobe=nprobe if "nprobe" in choices else None,
+                    rerank=rerank or None,
+                ).I
             ),
         )
         return self.quality
@@ -292,8 +311,12 @@ class VectorIndex(Generic[M]):
                 index._coarse = Coarse(arrays["centroids"])
                 index._empty_lists(index._coarse)
             listed = np.flatnonzero(arrays["list_of"] >= 0)
-            if not isinstance(index._lists, CodeLists):
+            if isinstance(index._lists, FloatLists):
                 index._lists.space = index._space
+            if isinstance(kind, Faiss):
+                if len(listed):
+                    index._first(listed)
+                return index
             working, reach = index._working(listed)
             labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
             index._append(listed, working, reach, labels)
@@ -302,13 +325,11 @@ class VectorIndex(Generic[M]):
         return index
 
     def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
-        for name, value, kinds in (
-            ("nprobe", nprobe, (Inverted, Lattice)),
-            ("rerank", rerank, (Lattice,)),
-        ):
+        choices = choices_of(self.kind)
+        for name, value in (("nprobe", nprobe), ("rerank", rerank)):
             if value is None:
                 continue
-            if not isinstance(self.kind, kinds):
+            if name not in choices:
                 raise UsageError(
                     f"{name} is no choice of a search of kind {self.kind.name!r}: leave it out"
                 )
@@ -325,6 +346,10 @@ class VectorIndex(Generic[M]):
         kind = self.kind
         if isinstance(kind, Exact):
             self._append(slots, working, reach, slots // BLOCK_ROWS)
+            return
+        if isinstance(kind, Faiss):
+            self._lists = FaissLists(self._space, kind.factory)
+            self._append(slots, working, reach, np.zeros(len(slots), np.int64))
             return
         count = min(kind.lists or max(1, round(len(slots) ** 0.5)), len(slots))
         ids = self._rows.ids[slots]
@@ -345,6 +370,8 @@ class VectorIndex(Generic[M]):
             self._lists = FloatLists(self._space, len(coarse))
 
     def _nearest_list(self, slots: Ids, working: Floats) -> Ids:
+        if isinstance(self.kind, Faiss):
+            return np.zeros(len(slots), np.int64)
         if self._coarse is None:
             return slots // BLOCK_ROWS
         return self._coarse.nearest(working, 1)[1][:, 0]
@@ -368,6 +395,11 @@ class VectorIndex(Generic[M]):
             kept = self._rows.alive[: self._rows.count]
             self._list_of = self._list_of[kept]
             self._lists.renumber(self._rows.compact())
+            if isinstance(self._lists, FaissLists):  # which holds on to dead rows
+                slots = np.sort(self._scorable_live())
+                self._lists = FloatLists(self._space, 0)
+                if len(slots):
+                    self._first(slots)
 
     def _working(self, slots: Ids) -> tuple[Floats, npt.NDArray[np.float64]]:
         return self._space.working(self._rows.vectors[slots], self._rows.norms[slots])
@@ -375,6 +407,14 @@ class VectorIndex(Generic[M]):
     def _scorable_live(self) -> Ids:
         live = self._rows.live()
         return live[self._rows.scorable[live]]
+
+
+def choices_of(kind: Kind) -> tuple[str, ...]:
+    """What a search of this kind may choose."""
+    if isinstance(kind, Faiss):
+        upper = kind.factory.upper()
+        return ("rerank",) if "HNSW" in upper else ("nprobe",) if "IVF" in upper else ()
+    return {"exact": (), "inverted": ("nprobe",), "lattice": ("nprobe", "rerank")}[kind.name]
 
 
 def kind_of(fields: Mapping[str, Any]) -> Kind:
@@ -397,11 +437,13 @@ def _check(dim: int, kind: Kind, metric: str) -> None:
         raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
     if isinstance(kind, Exact):
         return
+    if not 0 < kind.aim <= 1:
+        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")
+    if isinstance(kind, Faiss):
+        return
     if isinstance(kind, Lattice) and kind.bits not in (2, 3, 4):
         raise UsageError(f"bits is {kind.bits}; E8 codes have 2, 3 or 4 a dimension")
     if kind.lists < 0 or kind.iterations < 0:
         raise UsageError("lists and iterations cannot be negative")
     if not kind.balance >= 1:
         raise UsageError(f"balance is {kind.balance}; the largest list cannot be below the mean, 1")
-    if not 0 < kind.aim <= 1:
-        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines.analytics.index import quality
-from fabric_pipelines.analytics.index.door import Exact, Lattice, VectorIndex
+from fabric_pipelines.analytics.index.door import VectorIndex, choices_of
 from fabric_pipelines.analytics.index.store import F64
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.errors import UsageError
@@ -107,12 +107,11 @@ def best_steps(taken: F64, recall: F64) -> list[int]:
 
 
 def _efforts(index: VectorIndex[Any], k: int) -> list[dict[str, int]]:
-    if isinstance(index.kind, Exact):
-        return [{}]
-    probes = quality.doubling(1, max(index.stats().lists, 1))
-    if isinstance(index.kind, Lattice):
-        return [{"nprobe": n, "rerank": r * k} for r in RERANKS for n in probes]
-    return [{"nprobe": n} for n in probes]
+    choices = choices_of(index.kind)
+    probes = quality.doubling(1, max(index.stats().lists, 1)) if "nprobe" in choices else [0]
+    reranks = [many * k for many in RERANKS] if "rerank" in choices else [0]
+    both = [{"nprobe": n, "rerank": r} for r in reranks for n in probes]
+    return [{name: value for name, value in effort.items() if value} for effort in both]
 
 
 def _median_ms(ask: Callable[[Any], None], parts: Sequence[Any]) -> float:
