@@ -54,12 +54,15 @@ class FloatLists:
         empty = np.empty((0, space.dim), np.float32)
         none = np.empty(0, np.int64)
         self._lists = [ScanList.of(space, empty, none, np.empty(0)) for _ in range(count)]
+        self._sizes: Ids | None = None  # None: some list changed
 
     def __len__(self) -> int:
         return len(self._lists)
 
     def sizes(self) -> Ids:
-        return np.array([len(one.slots) for one in self._lists], np.int64)
+        if self._sizes is None:
+            self._sizes = np.array([len(one.slots) for one in self._lists], np.int64)
+        return self._sizes
 
     @property
     def bytes(self) -> int:
@@ -67,12 +70,14 @@ class FloatLists:
 
     def grow(self, count: int) -> None:
         """Have at least `count` lists."""
+        self._sizes = None
         self._lists += FloatLists(self.space, max(0, count - len(self._lists)))._lists
 
     def append(self, labels: Ids, rows: Floats, reach: F64, slots: Ids) -> None:
         """Put each row into list labels [n]."""
         if not len(labels):
             return
+        self._sizes = None
         order = np.argsort(labels, kind="stable")
         rows, reach, slots = rows[order], reach[order], slots[order]
         present, starts = np.unique(labels[order], return_index=True)
@@ -86,6 +91,7 @@ class FloatLists:
 
     def drop(self, labels: Ids, dead: Ids) -> None:
         """Take the slots `dead` [n] out of their lists labels [n]."""
+        self._sizes = None
         for number in np.unique(labels):
             old = self._lists[number]
             kept = np.isin(old.slots, dead[labels == number], invert=True)
