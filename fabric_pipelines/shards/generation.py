@@ -128,13 +128,17 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
     return removed
 
 
-def sweep_scratch(disk: Disk, root: Path) -> list[str]:
-    """Remove what killed rebuilds left beside the shards; returns the names. One that is at work holds a lock on its folder,
-    and is not yet looked at in its first minute, before it has it."""
+def sweep_scratch(disk: Disk, root: Path, pattern: str = f"{SCRATCH}*") -> list[str]:
+    """Remove what killed rebuilds (or fetches, of another pattern) left in `root`; returns the names. One that is at work
+    holds a lock on its folder, and is not yet looked at in its first minute, before it has it."""
     removed = []
-    for path in sorted(root.glob(f"{SCRATCH}*")):
+    for path in sorted(root.glob(pattern)):
         with unread(path) as free:
-            if free and time.time() - path.stat().st_mtime >= SCRATCH_GRACE_S:
+            try:
+                age_s = time.time() - path.stat().st_mtime
+            except FileNotFoundError:  # whoever made it has just removed it
+                continue
+            if free and age_s >= SCRATCH_GRACE_S:
                 disk.remove_folder(path)
                 removed.append(path.name)
     return removed
