@@ -353,7 +353,7 @@ def test_a_generation_built_anew_is_not_copied_over_damaged_objects(
     overwrite(objects, a_block(built, tmp_path, objects))
     objects.remove(a_block(built, tmp_path, objects, "ids"))
     shards.refresh(built, tmp_path, "notes", anew=True)
-    assert remote.push(built, tmp_path, "notes", objects).files == 3
+    assert remote.push(built, tmp_path, "notes", objects).files == 2
     assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 2
 
 
