@@ -39,6 +39,9 @@ from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, pr
 from fabric_pipelines.worker.pulse import Pulse
 
 LOG = logging.getLogger("fabric.worker")
+CLOSE_S = (
+    10.0  # beyond what an engine's step takes on the way out, and below a supervisor's patience
+)
 
 
 def require_manifest(engine: Engine, device: str) -> None:
@@ -200,7 +203,24 @@ def _opened(engine: Engine, settings: Settings, device: str) -> Iterator[None]:
             LOG.info("profile as measured on this hardware: %s", measured.as_json())
         yield
     finally:
+        _close(engine)
+
+
+def _close(engine: Engine) -> None:
+    """An engine that still holds tasks may hang in them: it then gets a time to end, and no more."""
+    try:
+        holds = bool(engine.unfinished())
+    except Exception as fault:  # noqa: BLE001 - whatever it says, it must not keep the process
+        LOG.warning("%s does not say what it holds: %s", engine.name, fault)
+        holds = True
+    if not holds:
         engine.close()
+        return
+    ending = threading.Thread(target=engine.close, name="close", daemon=True)
+    ending.start()
+    ending.join(CLOSE_S)
+    if ending.is_alive():
+        LOG.error("%s does not end: the process leaves it behind", engine.name)
 
 
 @contextmanager

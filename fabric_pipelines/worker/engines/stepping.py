@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -26,6 +26,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
+from fabric_pipelines.worker.engines.one_thread import OneThread
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
     Outcome,
@@ -71,7 +72,7 @@ class SteppingEngine(ABC):
         self._pending: list[Task] = []
         self._steps: deque[_Step] = deque()
         self._outbox = Outbox(name, fingerprint)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OneThread | None = None
         self._failed_steps = 0
         self._fault: EngineFailed | None = None
 
@@ -126,7 +127,7 @@ class SteppingEngine(ABC):
                     f"{self.name} cannot take a step of its largest size ({fault}): describe it with a smaller "
                     "--max-num-tokens or --max-batch-size"
                 ) from fault
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+            self._thread = OneThread(self.name)
 
     def submit(self, lease: Lease) -> None:
         assert self._thread is not None, f"{self.name} is not open"
@@ -178,7 +179,7 @@ class SteppingEngine(ABC):
             started_us = self._clock.wall_us()
             self._steps.append(_Step(tasks, self._begin(tasks, self._thread), started_us))
 
-    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+    def _begin(self, tasks: list[Task], thread: OneThread) -> Future[list[Outcome]]:
         return thread.submit(self._timed_run, tasks)
 
     def _timed_run(self, tasks: list[Task]) -> list[Outcome]:
@@ -236,6 +237,6 @@ class SteppingEngine(ABC):
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown()
             self._thread = None
             self._free()
