@@ -190,8 +190,10 @@ def receipt_stale(
     if shard is not None:
         require_shard(database, shard)
     found = await_stale(database, shard, within_s=wait)
-    rows = [plain(item) | {"why": item.why} for item in found]
-    emit({"shards": rows}, as_json, shown={"stale": rows})
+    rows = [plain(item) for item in found]
+    why = [f"{item.shard}: {item.why}" for item in found if item.why]
+    told = [row | {"why": item.why} for row, item in zip(rows, found, strict=True)]
+    emit({"shards": told}, as_json, shown={"stale": rows, **({"why": why} if why else {})})
     stale = [f"{item.shard} ({item.verdict})" for item in found if item.verdict != "fresh"]
     require(
         not stale,
