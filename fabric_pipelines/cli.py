@@ -22,6 +22,8 @@ from fabric_pipelines.cli_broker import account as _broker_status
 from fabric_pipelines.cli_broker import app as broker_app
 from fabric_pipelines.cli_db import app as db_app
 from fabric_pipelines.cli_engine import app as engine_app
+from fabric_pipelines.cli_index import app as index_app
+from fabric_pipelines.cli_index import search as search_command
 from fabric_pipelines.cli_models import app as models_app
 from fabric_pipelines.cli_receipts import app as receipt_app
 from fabric_pipelines.cli_shards import app as shard_app
@@ -148,6 +150,8 @@ app.add_typer(broker_app, name="broker")
 app.add_typer(receipt_app, name="receipt")
 app.add_typer(shard_app, name="shard")
 app.add_typer(bench_app, name="bench")
+app.add_typer(index_app, name="index")
+app.command("search")(search_command)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 

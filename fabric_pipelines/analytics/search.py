@@ -26,6 +26,7 @@ NO_ID = -1
 TILE_PAIRS = (
     1 << 21
 )  # 8 MiB of float32 scores a tile: stays in the last-level cache of small machines
+CROWD = 4  # times k: so many pairs of a tile are scored again rather than the tile partitioned for fewer
 RESCORE_FLOATS = 1 << 22  # 32 MiB of float64 a gather
 FLOAT32_SQUARE_MAX = 1e37  # a squared distance above it overflows float32: the tile runs in float64
 _NO_CANDIDATE = np.iinfo(np.int64).max
@@ -151,13 +152,12 @@ class FlatScan:
         queries, metric = self._queries, self._queries.metric
         scores, margin = _bounded_scores(queries.side(asked), tile.side, metric)
         limit = self._best_d[asked, -1]
-        if len(tile.names) >= self._k:
+        hits = _within(scores, margin, limit)
+        if len(tile.names) >= self._k and np.count_nonzero(hits) > CROWD * self._k * len(asked):
+            # what is known so far lets too many through, as at the start and in a list near a query
             limit = np.minimum(limit, _kth_upper(scores, margin, self._k))
-        # Rounded up to the scores' own type: a float64 comparison would widen the whole tile.
-        bound = np.nextafter(limit.astype(scores.dtype), scores.dtype.type(np.inf))[:, None]
-        which, row = np.nonzero(
-            scores <= bound + margin if margin.ndim == 0 else scores - margin <= bound
-        )
+            hits = _within(scores, margin, limit)
+        which, row = np.nonzero(hits)
         distances = np.empty(len(which))
         step = max(1, RESCORE_FLOATS // queries.dim)
         for first in range(0, len(which), step):
@@ -266,6 +266,16 @@ def _bounded_scores(left: _Side, right: _Side, metric: Metric) -> tuple[Floats, 
     margin *= kind(gamma)
     margin += kind(dim * float(np.finfo(kind).tiny))
     return products, margin
+
+
+def _within(scores: Floats, margin: Floats, limit: Float64s) -> npt.NDArray[np.bool_]:
+    """[q, n]: the pairs whose distance may be at most `limit` [q]."""
+    # Rounded up to the scores' own type: a float64 comparison would widen the whole tile.
+    bound = np.nextafter(limit.astype(scores.dtype), scores.dtype.type(np.inf))[:, None]
+    hits: npt.NDArray[np.bool_] = (
+        scores <= bound + margin if margin.ndim == 0 else scores - margin <= bound
+    )
+    return hits
 
 
 def _kth_upper(scores: Floats, margin: Floats, k: int) -> Float64s:

@@ -74,6 +74,11 @@ def probed(shard: Shard) -> Probed:
     return Probed(float(recall.mean()), float(recall.std()), len(places), 1 - float(same.mean()))
 
 
+def as_base(found: Probed) -> str:
+    """As manifests and receipts keep it."""
+    return f"{found.recall:.4f}"
+
+
 def questions(rows: int, dim: int) -> int:
     """How many a shard of this size is asked: 2,000, fewer where one exact search would take too long."""
     return min(QUERIES_MAX, max(QUERIES_MIN, PRODUCTS_MAX // max(rows * dim, 1)))

@@ -35,7 +35,8 @@ from fabric_pipelines.shards.generation import Generation, shard_folder, sweep, 
 from fabric_pipelines.shards.increment import Change, Grown, change_of, grow
 from fabric_pipelines.shards.issuing import receipt_for_child
 from fabric_pipelines.shards.manifest import ShardManifest
-from fabric_pipelines.shards.probing import K, probed
+from fabric_pipelines.shards.probing import K, as_base, probed
+from fabric_pipelines.shards.quality import BASE_RECALL
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
@@ -229,9 +230,8 @@ class _Refresh:
         if len(change.come.ids) and change.come.vectors.shape[1] != self.current.dim:
             return self.full("the vectors have another dimension")
         require_made_by(moved.state, self.recipe)
-        before = self.current.increment
-        recall = before.base_recall if before else f"{probed(parent).recall:.4f}"
-        grown = grow(parent, change, recall)
+        parents = receipt_for_child(self.store, self.root, self.row, self.disk)
+        grown = grow(parent, change, self._base_recall(parent))
         why = _why_unsound(parent, grown)
         if why:
             return self.full(why)
@@ -242,10 +242,22 @@ class _Refresh:
             token=self.lease.token,
             source=state.as_json(),
             recipe=self.recipe,
-            parents=receipt_for_child(self.store, self.root, self.row, self.disk),
+            parents=parents,
         )
         assert manifest.rows + sum(manifest.quarantined.values()) == manifest.source["rows"]
         return self._published(parent, manifest, grown, change)
+
+    def _base_recall(self, parent: Shard) -> str:
+        """Of the full build that `parent` is or was laid over; measured now where no receipt has kept it."""
+        if self.current.increment:
+            return self.current.increment.base_recall
+        for row in self.store.find_receipts(
+            shard=self.lease.name, generation=self.row.generation, limit=1
+        ):
+            kept: str | None = row.statement["predicate"]["quality"].get(BASE_RECALL)
+            if kept:
+                return kept
+        return as_base(probed(parent))
 
     def _published(
         self, parent: Shard, manifest: ShardManifest, grown: Grown, change: Change

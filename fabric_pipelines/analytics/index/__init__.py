@@ -2,6 +2,7 @@
 
 from fabric_pipelines.analytics.index.door import (
     Exact,
+    Faiss,
     Inverted,
     Kind,
     Lattice,
@@ -14,6 +15,7 @@ from fabric_pipelines.analytics.index.space import Answer
 __all__ = [
     "Answer",
     "Exact",
+    "Faiss",
     "Inverted",
     "Kind",
     "Lattice",

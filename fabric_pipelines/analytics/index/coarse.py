@@ -1,14 +1,18 @@
 """The lists of an inverted file: centroids by balanced k-means, and the nearest of them, exact.
 
-Plain k-means leaves lists far above the mean, and a list of a hundred times the mean is a slow tail. Two things hold
-the sizes: while training, the centroids of lists below a quarter of the mean move into lists above the bound; and
-when rows are placed, no list takes more than its bound: the nearest rows stay, the others bid for the nearest list
-that has room. Everything has one order (rows by id, ties to the lower list, then to the lower id), starts from rows
-with the smallest mixed ids, and compares float64 distances where float32 cannot tell: same rows, same lists, on any
+Where rows have more clusters than there are lists, k-means leaves lists of a dozen clusters around the middle, which are
+nearest to much and slow for all. Three things hold the sizes: while training, the centroids of lists below a quarter of
+the mean move into lists above the bound; after it, a list that is still large is cut by k-means of its own, so that
+there are more lists than were asked for; and when rows are placed, no list takes more than its bound: the nearest rows
+stay, the others bid for the nearest list that has room. (Bounds at placing alone leave rows where no query looks:
+docs/rejected.md.) Everything has one order (rows by id, ties to the lower list, then to the lower id), starts from
+rows with the smallest mixed ids, and compares float64 distances where float32 cannot tell: same rows, same lists, on any
 number of threads. Rows are in working space (space.py), where under cosine centroids have length one.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +25,10 @@ from fabric_pipelines.ledger import hash64
 
 TRAINING_ROWS_PER_LIST = 256  # more rows hardly move a centroid (faiss uses the same cap)
 SMALL = 0.25  # of the mean size: such a list gives its centroid to one that is too large
+CUTS_MAX = 3  # rounds of cutting
+ROOM_TO_GROW = (
+    0.8  # of the bound: lists above it are cut, since all rows are more than those trained on
+)
 ROWS_AT_ONCE = 1 << 13
 PIECE_FLOATS = 1 << 17
 
@@ -90,21 +98,55 @@ def train(
     iterations: int,
     balance: float,
 ) -> Floats:
-    """`count` centroids [lists, d] of rows [n, d] with different ids [n], n >= count."""
+    """Centroids [lists, d] of rows [n, d] with different ids [n], n >= count: `count` of them, and more where lists
+    above `balance` times the mean had to be cut."""
     mixed = _mixed_order(ids, seed)
     sample = mixed[: count * TRAINING_ROWS_PER_LIST]
     sample = sample[np.argsort(ids[sample])]
-    kept, salted = rows[sample], _salted(ids[sample], seed)
-    centroids: Floats = rows[mixed[:count]].copy()
-    labels = np.full(len(kept), -1, np.int64)
-    for step in range(iterations):
-        _, near = Coarse(centroids).nearest(kept, 1)
-        moved, labels = not np.array_equal(near[:, 0], labels), near[:, 0]
-        if not moved:
+    kept, names = rows[sample], ids[sample]
+    mean = len(kept) / count
+    plan = _Plan(seed, metric, iterations, balance)
+    centroids = _lloyd(kept, names, rows[mixed[:count]].copy(), plan)
+    for _ in range(CUTS_MAX):
+        labels = Coarse(centroids).nearest(kept, 1)[1][:, 0]
+        sizes = np.bincount(labels, minlength=len(centroids))
+        large = np.flatnonzero(sizes > ROOM_TO_GROW * balance * mean)
+        parts = [_cut(kept, names, np.flatnonzero(labels == one), mean, plan) for one in large]
+        cut = [number for number, part in zip(large, parts, strict=True) if len(part) > 1]
+        if not cut:
             break
-        centroids = _means(kept, labels, centroids, metric)
-        if step < iterations - 2:  # the last rounds settle what was moved
-            _refill(centroids, kept, labels, salted, balance)
+        more = [part for part in parts if len(part) > 1]
+        centroids = np.concatenate([np.delete(centroids, cut, axis=0), *more])
+    return centroids
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    seed: int
+    metric: Metric
+    iterations: int
+    balance: float
+
+
+def _cut(rows: Floats, ids: Ids, members: Ids, mean: float, plan: _Plan) -> Floats:
+    """Different centroids of about `mean` rows each for one list; one where all its rows are copies."""
+    first = members[_mixed_order(ids[members], plan.seed)][: int(np.ceil(len(members) / mean))]
+    found = _lloyd(rows[members], ids[members], rows[first].copy(), plan)
+    _, where = np.unique(found, axis=0, return_index=True)
+    return found[np.sort(where)]
+
+
+def _lloyd(rows: Floats, ids: Ids, centroids: Floats, plan: _Plan) -> Floats:
+    """`centroids`, moved; it is written to."""
+    salted, labels = _salted(ids, plan.seed), np.full(len(rows), -1, np.int64)
+    for step in range(plan.iterations):
+        near = Coarse(centroids).nearest(rows, 1)[1][:, 0]
+        if np.array_equal(near, labels):
+            break
+        labels = near
+        centroids = _means(rows, labels, centroids, plan.metric)
+        if step < plan.iterations - 2:  # the last rounds settle what was moved
+            _refill(centroids, rows, labels, salted, plan.balance)
     return centroids
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from fabric_pipelines.analytics.index import quality, saved
 from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
+from fabric_pipelines.analytics.index.faiss_lists import FaissLists
 from fabric_pipelines.analytics.index.lattice import CodeLists
 from fabric_pipelines.analytics.index.lists import FloatLists
 from fabric_pipelines.analytics.index.quality import Quality
@@ -45,11 +47,11 @@ class Exact:
 class Inverted:
     """Rows in lists around centroids, of which a query looks at the nprobe nearest.
 
-    lists: at most so many (0: the square root of the rows at training). balance: no list takes more than this times
-    the mean when it is cut. aim: recall@10 that the nprobe of a search which names none should have."""
+    lists: how many (0: the square root of the rows at training; fewer where there are fewer rows). balance: no list
+    takes more than this times the rows a list, when it is cut; there are more lists where that needs them. aim: recall@10 that the nprobe of a search which names none should have."""
 
     lists: int = 0
-    balance: float = 4.0
+    balance: float = 3.0
     iterations: int = 10
     aim: float = 0.95
     name: str = field(default="inverted", init=False)
@@ -61,17 +63,27 @@ class Lattice:
 
     bits: int = 4
     lists: int = 0
-    balance: float = 4.0
+    balance: float = 3.0
     iterations: int = 10
     aim: float = 0.95
     name: str = field(default="lattice", init=False)
 
 
-Kind = Exact | Inverted | Lattice
-KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice]] = {
+@dataclass(frozen=True, slots=True)
+class Faiss:
+    """An index of faiss-cpu, by its factory string; `nprobe` is an IVF's, `rerank` the efSearch of an HNSW."""
+
+    factory: str = "HNSW32"
+    aim: float = 0.95
+    name: str = field(default="faiss", init=False)
+
+
+Kind = Exact | Inverted | Lattice | Faiss
+KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice] | type[Faiss]] = {
     "exact": Exact,
     "inverted": Inverted,
     "lattice": Lattice,
+    "faiss": Faiss,
 }
 
 
@@ -103,7 +115,7 @@ class VectorIndex(Generic[M]):
         self._rows = Rows(dim, metric)
         self._space = Space(metric, np.zeros(dim))
         self._coarse: Coarse | None = None
-        self._lists: FloatLists | CodeLists = FloatLists(self._space, 0)
+        self._lists: FloatLists | CodeLists | FaissLists = FloatLists(self._space, 0)
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
 
     @classmethod
@@ -177,7 +189,9 @@ class VectorIndex(Generic[M]):
         if not len(asked.open) or not len(self._lists):
             none = np.empty(0, np.int64)
             return ranked(asked, self._rows, none, none, k)
-        if isinstance(self._lists, CodeLists):
+        if isinstance(self._lists, FaissLists):
+            query, slot = self._lists.scan(asked, wide, deep, k)
+        elif isinstance(self._lists, CodeLists):
             assert self._coarse is not None, "codes without centroids"
             apart, probes = self._coarse.nearest(asked.working, wide)
             query, slot = self._lists.scan(asked, probes, apart, deep)
@@ -188,28 +202,50 @@ class VectorIndex(Generic[M]):
             query, slot = self._lists.scan(asked, near, k)
         return ranked(asked, self._rows, query, slot, k)
 
+    def rows_of(self, ids: npt.NDArray[Any]) -> Floats:
+        """Copies of the stored rows [n, d] of ids [n]. UsageError naming an id that is not there."""
+        names = np.asarray(ids, np.int64)
+        slots, there = self._rows.find(names)
+        if not there.all():
+            raise UsageError(f"the index has no row {names[~there][0]}")
+        return self._rows.vectors[slots]
+
+    def questions(self) -> tuple[Ids, Floats]:
+        """Ids and rows that recall is asked of."""
+        slots = self._scorable_live()
+        asked = slots[quality.questions_of(self._rows.ids[slots])]
+        return self._rows.ids[asked], self._rows.vectors[asked]
+
+    def exact(self, xq: Floats, k: int) -> Answer:
+        """What an index of kind Exact over the same rows answers."""
+        slots = self._scorable_live()
+        lists = FloatLists(self._space, 1)
+        lists.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
+        with ONE_THREAD:
+            asked = Asked(xq, self._space)
+            return ranked(asked, self._rows, *lists.scan(asked, None, k), k)
+
     def measure(self) -> Quality | None:
         """Measure recall@10 against exact search over the same rows; None where there is nothing to ask."""
         self.quality = None
-        slots = self._scorable_live()
-        asked = slots[quality.questions_of(self._rows.ids[slots])]
-        if not len(asked) or self._coarse is None:
+        own, xq = self.questions()
+        if not len(own) or isinstance(self.kind, Exact):
             return None
-        xq, own = self._rows.vectors[asked], self._rows.ids[asked]
-        exact = FloatLists(self._space, 1)
-        exact.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
-        ready = Asked(xq, self._space)
-        k = quality.K + 1
-        truth = ranked(ready, self._rows, *exact.scan(ready, None, k), k).I
+        choices = choices_of(self.kind)
         self.quality = quality.curve(
             own,
-            len(slots),
+            int(self._scorable_live().size),
             getattr(self.kind, "aim", 1.0),
-            truth,
+            self.exact(xq, quality.K + 1).I,
             len(self._lists),
-            isinstance(self.kind, Lattice),
+            "rerank" in choices,
             lambda count, nprobe, rerank: (
-                self.search(xq, count, nprobe=nprobe, rerank=rerank or None).I
+                self.search(
+                    xq,
+                    count,
+                    nprobe=nprobe if "nprobe" in choices else None,
+                    rerank=rerank or None,
+                ).I
             ),
         )
         return self.quality
@@ -275,8 +311,12 @@ class VectorIndex(Generic[M]):
                 index._coarse = Coarse(arrays["centroids"])
                 index._empty_lists(index._coarse)
             listed = np.flatnonzero(arrays["list_of"] >= 0)
-            if not isinstance(index._lists, CodeLists):
+            if isinstance(index._lists, FloatLists):
                 index._lists.space = index._space
+            if isinstance(kind, Faiss):
+                if len(listed):
+                    index._first(listed)
+                return index
             working, reach = index._working(listed)
             labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
             index._append(listed, working, reach, labels)
@@ -285,13 +325,11 @@ class VectorIndex(Generic[M]):
         return index
 
     def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
-        for name, value, kinds in (
-            ("nprobe", nprobe, (Inverted, Lattice)),
-            ("rerank", rerank, (Lattice,)),
-        ):
+        choices = choices_of(self.kind)
+        for name, value in (("nprobe", nprobe), ("rerank", rerank)):
             if value is None:
                 continue
-            if not isinstance(self.kind, kinds):
+            if name not in choices:
                 raise UsageError(
                     f"{name} is no choice of a search of kind {self.kind.name!r}: leave it out"
                 )
@@ -308,6 +346,10 @@ class VectorIndex(Generic[M]):
         kind = self.kind
         if isinstance(kind, Exact):
             self._append(slots, working, reach, slots // BLOCK_ROWS)
+            return
+        if isinstance(kind, Faiss):
+            self._lists = FaissLists(self._space, kind.factory)
+            self._append(slots, working, reach, np.zeros(len(slots), np.int64))
             return
         count = min(kind.lists or max(1, round(len(slots) ** 0.5)), len(slots))
         ids = self._rows.ids[slots]
@@ -328,6 +370,8 @@ class VectorIndex(Generic[M]):
             self._lists = FloatLists(self._space, len(coarse))
 
     def _nearest_list(self, slots: Ids, working: Floats) -> Ids:
+        if isinstance(self.kind, Faiss):
+            return np.zeros(len(slots), np.int64)
         if self._coarse is None:
             return slots // BLOCK_ROWS
         return self._coarse.nearest(working, 1)[1][:, 0]
@@ -351,6 +395,11 @@ class VectorIndex(Generic[M]):
             kept = self._rows.alive[: self._rows.count]
             self._list_of = self._list_of[kept]
             self._lists.renumber(self._rows.compact())
+            if isinstance(self._lists, FaissLists):  # which holds on to dead rows
+                slots = np.sort(self._scorable_live())
+                self._lists = FloatLists(self._space, 0)
+                if len(slots):
+                    self._first(slots)
 
     def _working(self, slots: Ids) -> tuple[Floats, npt.NDArray[np.float64]]:
         return self._space.working(self._rows.vectors[slots], self._rows.norms[slots])
@@ -360,12 +409,24 @@ class VectorIndex(Generic[M]):
         return live[self._rows.scorable[live]]
 
 
+def choices_of(kind: Kind) -> tuple[str, ...]:
+    """What a search of this kind may choose."""
+    if isinstance(kind, Faiss):
+        upper = kind.factory.upper()
+        return ("rerank",) if "HNSW" in upper else ("nprobe",) if "IVF" in upper else ()
+    return {"exact": (), "inverted": ("nprobe",), "lattice": ("nprobe", "rerank")}[kind.name]
+
+
 def kind_of(fields: Mapping[str, Any]) -> Kind:
     """From `name` and the fields of that kind. UsageError naming the kinds for another name."""
     given = dict(fields)
     name = given.pop("name", "")
     if name not in KINDS:
         raise UsageError(f"kind {name!r} is unknown; use one of {', '.join(KINDS)}")
+    known = {each.name for each in fields_of(KINDS[name])}
+    foreign = sorted(set(given) - known)
+    if foreign:
+        raise UsageError(f"an index of kind {name!r} has no {foreign[0]}: leave it out")
     return KINDS[name](**given)
 
 
@@ -376,11 +437,13 @@ def _check(dim: int, kind: Kind, metric: str) -> None:
         raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
     if isinstance(kind, Exact):
         return
+    if not 0 < kind.aim <= 1:
+        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")
+    if isinstance(kind, Faiss):
+        return
     if isinstance(kind, Lattice) and kind.bits not in (2, 3, 4):
         raise UsageError(f"bits is {kind.bits}; E8 codes have 2, 3 or 4 a dimension")
     if kind.lists < 0 or kind.iterations < 0:
         raise UsageError("lists and iterations cannot be negative")
     if not kind.balance >= 1:
         raise UsageError(f"balance is {kind.balance}; the largest list cannot be below the mean, 1")
-    if not 0 < kind.aim <= 1:
-        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")

@@ -20,6 +20,9 @@ from fabric_pipelines.analytics.threads import run_side_by_side, workers
 
 TILE_PAIRS = 1 << 18  # 1 MiB of float32 scores a tile
 SHARED_MIN = 2.5  # queries a probed list, above which lists are read for all of them at once
+FLOP_OF_A_TASK = (
+    5e5  # lists of so much work are read one by one even for one query: the exact kind's
+)
 FLOP_FOR_THREADS = 2e7  # below it a pool of threads, 0.2 ms, costs more than it spares
 
 
@@ -54,12 +57,15 @@ class FloatLists:
         empty = np.empty((0, space.dim), np.float32)
         none = np.empty(0, np.int64)
         self._lists = [ScanList.of(space, empty, none, np.empty(0)) for _ in range(count)]
+        self._sizes: Ids | None = None  # None: some list changed
 
     def __len__(self) -> int:
         return len(self._lists)
 
     def sizes(self) -> Ids:
-        return np.array([len(one.slots) for one in self._lists], np.int64)
+        if self._sizes is None:
+            self._sizes = np.array([len(one.slots) for one in self._lists], np.int64)
+        return self._sizes
 
     @property
     def bytes(self) -> int:
@@ -67,12 +73,14 @@ class FloatLists:
 
     def grow(self, count: int) -> None:
         """Have at least `count` lists."""
+        self._sizes = None
         self._lists += FloatLists(self.space, max(0, count - len(self._lists)))._lists
 
     def append(self, labels: Ids, rows: Floats, reach: F64, slots: Ids) -> None:
         """Put each row into list labels [n]."""
         if not len(labels):
             return
+        self._sizes = None
         order = np.argsort(labels, kind="stable")
         rows, reach, slots = rows[order], reach[order], slots[order]
         present, starts = np.unique(labels[order], return_index=True)
@@ -86,6 +94,7 @@ class FloatLists:
 
     def drop(self, labels: Ids, dead: Ids) -> None:
         """Take the slots `dead` [n] out of their lists labels [n]."""
+        self._sizes = None
         for number in np.unique(labels):
             old = self._lists[number]
             kept = np.isin(old.slots, dead[labels == number], invert=True)
@@ -110,9 +119,10 @@ class FloatLists:
             return found.candidates()
         sizes = self.sizes()
         flop = 2.0 * self.space.dim * float(sizes[probes[probes >= 0]].sum())
-        aside = flop > FLOP_FOR_THREADS and workers() > 1
-        shared = probes.size >= SHARED_MIN * len(np.unique(probes))
-        if aside or (shared and len(probes) > 1):
+        lists = len(np.unique(probes))
+        shared = len(probes) > 1 and probes.size >= SHARED_MIN * lists
+        if shared or flop > FLOP_OF_A_TASK * lists:
+            aside = flop > FLOP_FOR_THREADS and workers() > 1
             tasks = [(number, whose) for number, whose in probed(probes) if sizes[number]]
             self._list_major(asked, tasks, found, aside)
         else:

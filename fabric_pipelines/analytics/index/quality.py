@@ -77,9 +77,9 @@ def curve(
         return point
 
     widest = 32 * K if reranked else 0
-    chosen = least((nprobe, widest) for nprobe in _doubling(1, lists))
+    chosen = least((nprobe, widest) for nprobe in doubling(1, lists))
     if reranked:
-        chosen = least((chosen.nprobe, rerank) for rerank in _doubling(2 * K, max(32 * K, 2 * K)))
+        chosen = least((chosen.nprobe, rerank) for rerank in doubling(2 * K, max(32 * K, 2 * K)))
     return Quality(
         K, len(own), rows, aim, chosen.nprobe, chosen.rerank, chosen.recall, tuple(points)
     )
@@ -93,7 +93,7 @@ def without(own: Ids, found: Ids) -> Ids:
     return others
 
 
-def _doubling(first: int, last: int) -> list[int]:
+def doubling(first: int, last: int) -> list[int]:
     """first, 2 first, 4 first ... and last."""
     steps = []
     while first < last:

@@ -60,24 +60,35 @@ class Shortlist:
 
 
 def _limits(query: Ids, high: F64, count: int, k: int) -> F64:
-    """The k-th smallest `high` of each query, rounded up to float32; inf where a query has fewer."""
-    kind = np.float32 if float(np.abs(high).max(initial=0.0)) < FLOAT32_SQUARE_MAX else np.float64
+    """The k-th smallest `high` of each query, rounded up to float32 however it is found; inf where one has fewer."""
     limit = np.full(count, np.inf)
+    if count == 1:
+        if len(high) >= k:
+            limit[0] = np.partition(high, k - 1)[k - 1]
+        return _upward32(limit)
     held = np.bincount(query, minlength=count)
     full = np.flatnonzero(held >= k)
     at = (np.cumsum(held) - held)[full] + k - 1
-    if kind is np.float64:
-        order = np.lexsort((high, query))
-        limit[full] = high[order[at]]
-        return limit
+    if float(np.abs(high).max(initial=0.0)) > FLOAT32_SQUARE_MAX:
+        limit[full] = high[np.lexsort((high, query))[at]]
+        return _upward32(limit)
     # query and value as one word, whose order is theirs: sorted ten times as fast as by two keys
-    bits = np.nextafter(high.astype(np.float32), np.float32(np.inf)).view(np.int32)
+    bits = _upward32(high).astype(np.float32).view(np.int32)
     ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
     words = (query << 32) + (ordered.astype(np.int64) + (1 << 31))
     words.sort()
     kth = ((words[at] & 0xFFFFFFFF) - (1 << 31)).astype(np.int32)
     limit[full] = (kth ^ ((kth >> 31) & np.int32(0x7FFFFFFF))).view(np.float32)
     return limit
+
+
+def _upward32(values: F64) -> F64:
+    """The least float32 that is no less; what lies beyond float32 stays as it is."""
+    with np.errstate(over="ignore"):
+        near = values.astype(np.float32)
+    up = np.where(near < values, np.nextafter(near, np.float32(np.inf)), near).astype(np.float64)
+    inside: F64 = np.where(np.abs(values) > FLOAT32_SQUARE_MAX, values, up)
+    return inside
 
 
 def places(owner: Ids) -> Ids:

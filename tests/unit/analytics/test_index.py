@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from fabric_pipelines.analytics.index import Exact, Inverted, Lattice, VectorIndex, lattice, lists
+from fabric_pipelines.analytics.index.tradeoff import best_steps
 from fabric_pipelines.analytics.reference.flat_topk import flat_topk
 from fabric_pipelines.analytics.search import METRICS, NO_ID, pair_distance, recall_at_k
 from fabric_pipelines.errors import UsageError
@@ -206,3 +207,8 @@ def test_a_wrong_question_is_refused_in_one_sentence(wrong, says):
     index = VectorIndex(3, kind=Exact(), metric="l2")
     with pytest.raises(UsageError, match=says):
         wrong(index)
+
+
+def test_the_line_of_a_curve_leaves_out_what_a_faster_effort_surpasses():
+    taken, recall = np.array([3.0, 1.0, 2.0, 4.0, 1.0]), np.array([0.7, 0.5, 0.9, 0.95, 0.6])
+    assert best_steps(taken, recall) == [4, 2, 3]

@@ -456,3 +456,24 @@ def test_a_crash_around_the_row_is_either_not_yet_or_done(built, rows, tmp_path,
     done = refreshed(built, tmp_path)
     assert (done.how, done.generation.number) == ("none" if after else "increment", 2)
     assert_like_brute_force(built, tmp_path)
+
+
+def test_the_recall_of_a_full_build_is_measured_with_its_receipt_and_not_by_each_refresh(
+    built, rows, tmp_path, monkeypatch
+):
+    receipt = receipts.issue(built, tmp_path, "notes")
+    with shards.open_shard(built, tmp_path, "notes") as shard:
+        known = probing.as_base(probing.probed(shard))
+    assert receipt.quality["base_recall"] == known
+    asked = []
+
+    def counted(shard):
+        asked.append(shard.generation.number)
+        return probing.probed(shard)
+
+    monkeypatch.setattr(renewal, "probed", counted)
+    built.put(names(3), -rows[1][[3]])
+    done = refreshed(built, tmp_path)
+    assert (done.how, asked) == ("increment", [2])
+    assert done.generation.manifest.increment.base_recall == known
+    assert "base_recall" not in receipts.issue(built, tmp_path, "notes").quality

@@ -1,0 +1,97 @@
+"""`fabric index` and `fabric search`: from a file or a shard to neighbours, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from fabric_pipelines import cli, shards
+from fabric_pipelines.analytics.search import exact_topk
+from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.testing.vector_store import MemoryVectorStore
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+def answer(*words: object) -> dict:
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    monkeypatch.setenv("FABRIC_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    drawn = np.random.default_rng(1).standard_normal((200, 6)).astype(np.float32)
+    columns = {"id": np.arange(200) * 2, "vector": pa.array(list(drawn))}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    return drawn
+
+
+@pytest.mark.parametrize("kind", ["exact", "inverted", "lattice"])
+def test_what_a_file_holds_is_built_measured_and_found(rows: np.ndarray, kind: str) -> None:
+    built = answer("index", "build", "one", "--file", "rows.parquet", "--kind", kind)
+    assert (built["rows"], built["kind"], built["metric"]) == (200, kind, "cosine")
+    effort = {"exact": (), "inverted": ("--nprobe", 99), "lattice": ("--nprobe", 99, "--rerank", 200)}  # fmt: skip
+    found = answer("search", "one", "--like", 8, "--like", 10, "-k", 3, *effort[kind])
+    true = exact_topk(rows[4:6], rows, np.arange(200) * 2, 3, metric="cosine")
+    assert [row["id"] for row in found["rows"]] == true.I.ravel().tolist()
+    assert found["found"] == [3, 3]
+    told = answer("index", "recall", "one", "--plot", "curve.png")
+    assert Path("curve.png").read_bytes().startswith(PNG)
+    assert told["steps"][-1]["recall"] == 1.0
+    assert all(step["alone_ms"] > 0 for step in told["steps"])
+
+
+def test_queries_come_from_a_file_too(rows: np.ndarray) -> None:
+    answer("index", "build", "one", "--file", "rows.parquet", "--metric", "l2")
+    found = answer("search", "one", "--queries", "rows.parquet", "-k", 1, "--nprobe", 99)
+    assert [row["id"] for row in found["rows"]] == [2 * row["query"] for row in found["rows"]]
+
+
+def test_a_shard_brings_its_rows_and_its_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: np.ndarray
+) -> None:
+    store = MemoryVectorStore()
+    store.put(np.arange(200, dtype=np.int64), rows)
+    shards.build(store, tmp_path / "home/shards", "notes", lists=2, seed=1, metric="l2", recipe={})
+    monkeypatch.setattr(Database, "of", lambda _: store)
+    built = answer("index", "build", "one", "--shard", "notes", "--kind", "lattice", "--bits", 2)
+    assert (built["metric"], built["rows"]) == ("l2", 200)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["index", "build", "one"], "--shard NAME, or --file FILE"),
+        (["index", "build", "one", "--file", "none.parquet"], "cannot be read"),
+        (["index", "build", "one", "--file", "rows.parquet", "--id-column", "x"], "no column 'x'"),
+        (["index", "build", "one", "--file", "rows.parquet", "--vector-column", "id"], "not a list"),
+        (["index", "build", "one", "--file", "rows.parquet", "--bits", "2"], "has no bits"),
+        (["index", "build", "home", "--file", "rows.parquet", "--aim", "2"], "aim is 2"),
+        (["search", "one", "--like", "3"], "no index in one"),
+        (["search", "there"], "--like ID, or --queries FILE"),
+        (["search", "there", "--like", "3"], "no row 3"),
+        (["search", "there", "--like", "4", "--rerank", "9"], "rerank is no choice"),
+        (["index", "build", "there", "--file", "rows.parquet"], "there already"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_one_sentence_and_exit_code_2(
+    rows: np.ndarray, words: list[str], says: str
+) -> None:
+    answer("index", "build", "there", "--file", "rows.parquet")
+    done = run(*words)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
