@@ -212,7 +212,9 @@ def receipt_refresh(
     settings = settings_of(ctx)
     database = Database.of(settings)
     done = shards.refresh(database, settings.shards_dir, shard, anew=anew)
-    receipt = receipts.issue(database, settings.shards_dir, shard)
+    # one that stands since long is hashed before it is measured
+    issue = receipts.issue_late if done.how == "none" else receipts.issue
+    receipt = issue(database, settings.shards_dir, shard)
     answer = {
         "shard": shard,
         "generation": done.generation.number,
@@ -249,15 +251,20 @@ def receipt_push(
     ctx: typer.Context,
     shard: Annotated[str, typer.Argument(help="Name of a shard.")],
     to: Annotated[str, typer.Option(help="s3://bucket/prefix")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read back every object that is there already.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the current generation of a shard to an object store; files that are there already are not sent again."""
+    """Copy the current generation of a shard to an object store, or heal its copy: what is missing there or differs is sent."""
     from fabric_pipelines.dataplane.database import Database
     from fabric_pipelines.dataplane.objects import Objects
     from fabric_pipelines.shards import remote
 
     settings = settings_of(ctx)
-    done = remote.push(Database.of(settings), settings.shards_dir, shard, Objects(to))
+    done = remote.push(
+        Database.of(settings), settings.shards_dir, shard, Objects(to), verify=verify
+    )
     answer = {"shard": shard, "generation": done.pointer.generation, "token": done.pointer.token}
     emit(answer | {"files_sent": done.files, "bytes_sent": done.bytes}, as_json)
 
@@ -270,7 +277,7 @@ def receipt_fetch(
     out: Annotated[Path, typer.Option(help="Folder to put it in.")],
     as_json: Json = False,
 ) -> None:
-    """Bring the newest copy of a shard into a folder, every file checked by its digest."""
+    """Bring the newest copy of a shard into a folder, every file checked by its digest; those that are there as well."""
     from fabric_pipelines.dataplane.objects import Objects
     from fabric_pipelines.shards import remote
 
