@@ -257,6 +257,27 @@ select pg_current_xact_id()::text;
 -- name: xact_status
 select pg_xact_status(%(xid)s::xid8);
 
+-- name: look_at_constraints
+-- COMMIT would look at the deferred ones, when no row can be told from another any more.
+set constraints all immediate;
+
+-- name: defer_constraints
+set constraints all deferred;
+
+-- name: owners_triggers
+-- Triggers that see an insert and are not the fabric's own, which are of its schema and see statements. Only those can
+-- leave a row out of the table that was counted: rules do not see COPY, and ON CONFLICT refuses a table that has one.
+select exists (
+    select from pg_trigger as t
+    join pg_proc as p on p.oid = t.tgfoid
+    where t.tgrelid = to_regclass(%(table)s) and not t.tgisinternal and t.tgenabled <> 'D' and t.tgtype & 4 = 4
+        and (t.tgtype & 1 = 1 or p.pronamespace is distinct from to_regnamespace('fabric'))
+);
+
+-- name: not_in_table
+select sent.task_id from unnest(%(task_ids)s::bigint[]) as sent (task_id)
+where not exists (select from {table} as landed where landed.task_id = sent.task_id)
+
 -- name: make_stage
 create temporary table if not exists {stage}
 (like {table} including defaults) on commit delete rows
