@@ -185,9 +185,10 @@ def watch(database: Database, source: Source) -> None:
         except psycopg.errors.InsufficientPrivilege:
             return
         except psycopg.errors.UndefinedColumn as fault:
+            missing = str(fault.diag.message_primary).rpartition(" has no column ")[2]
             raise SchemaError(
-                f"{fault.diag.message_primary}, which the shard is made of: give the column its name back, or build the "
-                "shard anew from the columns that are there"
+                f"relation {source.relation!r} has no column {missing!r}: if it had, give the column its name back, or "
+                "build the shard anew from the columns that are there"
             ) from fault
 
 

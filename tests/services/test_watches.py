@@ -130,7 +130,7 @@ def test_the_owner_writes_on_whatever_became_of_a_watched_column(
 
 def test_a_refresh_names_the_column_that_is_gone(docs: Database, tmp_path: Path) -> None:
     execute(docs, "alter table docs rename vector to emb")
-    with pytest.raises(SchemaError, match=r"no column vector.*name back"):
+    with pytest.raises(SchemaError, match=r"no column 'vector'.*name back"):
         shards.refresh(docs, tmp_path, "corpus")
 
 
