@@ -8,7 +8,7 @@ built and with what lineage last heard, so a tick that is missed or a run that f
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -25,9 +25,11 @@ from resources.shards import ShardsResource
 SOURCE_KEY = dg.AssetKey(["indexes", "source"])
 CURRENT_KEY = dg.AssetKey(["indexes", "current"])
 REFRESH_TAG, HEAD_TAG = "fabric/refresh", "fabric/head"
+TOLD = 5  # shards that a skipped tick tells of, each with its reason
 FIRST_WAIT_S, FAILURES_COUNTED = 60.0, 7  # after seven failures of the same thing: an hour
 VERSION_TAG = "dagster/data_version"
 REPORT_TAG = "fabric/report"  # says what is published, and leaves what moved to the policy
+LEFT, LOOK_AGAIN_S = "left_by_refresh", 86_400.0  # what nobody watches is compared once a day
 WHY = {"none": "it is the published one", "increment": "what moved was laid over it"}
 shard_names = dg.DynamicPartitionsDefinition(name="shards")
 
@@ -75,6 +77,7 @@ def refresh_shard(
     context: dg.AssetExecutionContext, database: DatabaseResource, shards: ShardsResource
 ) -> dg.MaterializeResult:
     name = context.partition_key
+    before = database.staleness(name)
     if REPORT_TAG in context.run.tags:
         done = library.Refreshed(
             library.open_generation(database.of(), shards.root, name), "none", "", 0, 0
@@ -90,6 +93,7 @@ def refresh_shard(
         metadata={
             "shard": name,
             **pruned(database, shards, name),
+            **left(before, database.staleness(name)),
             "generation": done.generation.number,
             "how": done.how,
             "why": done.why or WHY[done.how],
@@ -104,6 +108,15 @@ def refresh_shard(
         },
         data_version=dg.DataVersion(done.generation.manifest_sha256),
     )
+
+
+def left(before: Sequence[Staleness], after: Sequence[Staleness]) -> dict[str, Any]:
+    """What the refresh between the two did not settle, so that the next one would not either (a bound on recall out of
+    reach, rows that nobody may watch): for the sensor in a word, for the reader in a sentence."""
+    for then, now in zip(before, after, strict=False):
+        if now.beyond_refresh and now.beyond_refresh == then.beyond_refresh:
+            return {LEFT: now.beyond_refresh, "still_stale": now.why, "looked_at_s": now_s()}
+    return {}
 
 
 def pruned(database: DatabaseResource, shards: ShardsResource, name: str) -> dict[str, Any]:
@@ -130,16 +143,25 @@ def observations(
     instance: dg.DagsterInstance, found: Sequence[Staleness]
 ) -> list[dg.AssetObservation]:
     """Verdicts that lineage has not heard."""
+    why = {item.shard: item.why for item in found}
     return [
-        dg.AssetObservation(SOURCE_KEY, partition=shard, tags={VERSION_TAG: version.value})
+        dg.AssetObservation(
+            SOURCE_KEY,
+            partition=shard,
+            tags={VERSION_TAG: version.value},
+            metadata={"why": why[shard]} if why[shard] else {},
+        )
         for shard, version in changed_versions(instance, found).items()
     ]
 
 
-def heard_generations(instance: dg.DagsterInstance) -> dict[str, object]:
-    """The generation that lineage last heard of, by shard."""
+def heard(instance: dg.DagsterInstance) -> dict[str, dict[str, Any]]:
+    """What lineage last heard of each shard: its generation, and what its refresh left."""
     found = latest_events(instance, CURRENT_KEY, dg.DagsterEventType.ASSET_MATERIALIZATION)
-    return {shard: event.metadata["generation"].value for shard, event in found.items()}
+    return {
+        shard: {name: item.value for name, item in event.metadata.items()}
+        for shard, event in found.items()
+    }
 
 
 def request(item: Staleness) -> dg.RunRequest:
@@ -175,26 +197,34 @@ def moved_shards(
     new = _new(instance, found)
     # a partition has runs once it is there
     known = [item for item in found if item.shard not in new]
-    wanted = _wanted(instance, known)
+    last = heard(instance)
+    wanted = _wanted(instance, known, last)
     return dg.SensorResult(
         run_requests=wanted,
-        skip_reason=None if wanted else dg.SkipReason(_why_none(found, new)),
+        skip_reason=None if wanted else dg.SkipReason(_why_none(found, new, last)),
         asset_events=observations(instance, found),
         dynamic_partitions_requests=[shard_names.build_add_request(new)] if new else [],
     )
 
 
-def _why_none(found: Sequence[Staleness], new: Sequence[str]) -> str:
-    """Why no run is asked for, in counts."""
+def _why_none(
+    found: Sequence[Staleness], new: Sequence[str], last: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Why no run is asked for, in counts; of what a refresh does not settle, what to do."""
     if not found:
         return "no shard is published yet"
-    held = sum(item.due for item in found if item.shard not in new)
+    stuck = [item for item in found if _settled(item, last.get(item.shard, {}))]
+    names = {*new, *(item.shard for item in stuck)}
+    held = sum(item.due for item in found if item.shard not in names)
     parts = [
         f"{len(found)} shard{'s' * (len(found) > 1)}",
-        f"{held} moved and in a run, or waiting after one that failed" if held else "none moved",
+        f"{held} moved and in a run, or waiting after one that failed" if held else "",
+        "" if held or stuck else "none moved",
+        f"{len(stuck)} stale as a refresh left it" if stuck else "",
         f"{len(new)} new, looked at by the next tick" if new else "",
     ]
-    return ", ".join(filter(None, parts))
+    told = [f"{item.shard}: {item.why}" for item in stuck[:TOLD]]
+    return ". ".join([", ".join(filter(None, parts)), *told])
 
 
 def catch_up(instance: dg.DagsterInstance, database: DatabaseResource) -> list[dg.RunRequest]:
@@ -203,20 +233,36 @@ def catch_up(instance: dg.DagsterInstance, database: DatabaseResource) -> list[d
     instance.add_dynamic_partitions("shards", _new(instance, found))
     for event in observations(instance, found):
         instance.report_runless_asset_event(event)
-    return _wanted(instance, found)
+    return _wanted(instance, found, heard(instance))
 
 
 def _new(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[str]:
     return sorted({item.shard for item in found} - set(instance.get_dynamic_partitions("shards")))
 
 
-def _wanted(instance: dg.DagsterInstance, found: Sequence[Staleness]) -> list[dg.RunRequest]:
+def _wanted(
+    instance: dg.DagsterInstance,
+    found: Sequence[Staleness],
+    last: Mapping[str, Mapping[str, Any]],
+) -> list[dg.RunRequest]:
     """Of shards that are due, or whose published generation lineage does not know (the first, or one that a
     command published)."""
-    heard = heard_generations(instance)
-    due = [item for item in found if item.due or heard.get(item.shard) != item.generation]
+    due = [
+        item
+        for item in found
+        if last.get(item.shard, {}).get("generation") != item.generation
+        or (item.due and not _settled(item, last[item.shard]))
+    ]
     held = _held(instance, due)
     return [request(item) for item in due if item.shard not in held]
+
+
+def _settled(item: Staleness, last: Mapping[str, Any]) -> bool:
+    """Whether the last refresh made this very generation, or left it, and with it this very verdict: another would do
+    the same until rows, bound or generation change. What nobody watches can change unseen: after a day it is due again."""
+    if last.get("generation") != item.generation or last.get(LEFT) != item.beyond_refresh:
+        return False
+    return item.verdict != "audit" or now_s() - last["looked_at_s"] < LOOK_AGAIN_S
 
 
 def _held(instance: dg.DagsterInstance, due: Sequence[Staleness]) -> set[str]:

@@ -8,7 +8,6 @@ would make 1 of 1.5 and two token ids of b"ab".
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence, Set
 from numbers import Integral, Real
@@ -21,6 +20,7 @@ import pyarrow.compute as pc
 
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.worker.engines.sampling import REAL, WHOLE, wanted_number
 
 NAME_MAX = 200  # characters of a name; broker/fields.py holds the broker to the same
 LABELS_BYTES_MAX = 1 << 18  # with the sampling, well below what the broker takes of a header
@@ -29,8 +29,6 @@ UINT32_MAX = (1 << 32) - 1
 INT64 = (-(1 << 63), (1 << 63) - 1)
 UNREADABLE = (pa.ArrowException, TypeError, ValueError, OverflowError)
 SINGLE = (str, bytes, bytearray, memoryview, Mapping, Set)
-WHOLE = {"top_k": (0, (1 << 31) - 1), "seed": (0, INT64[1])}
-REAL = {"temperature": (0.0, 1e6), "top_p": (0.0, 1.0), "repetition_penalty": (0.0, 1e6)}
 
 
 def shown(value: object) -> str:
@@ -124,12 +122,9 @@ def sampling(value: object) -> dict[str, Any]:
         ) from fault
     if size > LABELS_BYTES_MAX:
         raise UsageError(f"sampling takes {size} bytes as JSON; at most {LABELS_BYTES_MAX} may be")
-    for key, (least, most) in WHOLE.items():
-        if key in value:
-            whole(f"sampling[{key!r}]", value[key], least, most)
-    for key, (low, high) in REAL.items():
-        if key in value and not _is_within(value[key], low, high):
-            raise wrong(f"sampling[{key!r}]", value[key], f"a number from {low:g} to {high:g}")
+    for key in (*WHOLE, *REAL):
+        if key in value and (wanted := wanted_number(key, value[key])):
+            raise wrong(f"sampling[{key!r}]", value[key], wanted)
     return dict(value)
 
 
@@ -234,12 +229,6 @@ def _is_whole(value: Any, least: int, most: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return least <= int(value) <= most
-
-
-def _is_within(value: object, least: float, most: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and least <= value <= most
 
 
 def _range_of(least: int, most: int) -> str:

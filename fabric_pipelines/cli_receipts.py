@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from fabric_pipelines.console import emit, require, settings_of
+from fabric_pipelines.console import GENERATION_MAX, emit, require, settings_of
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.screen import plain
 
@@ -57,7 +57,8 @@ def receipt_issue(
     ctx: typer.Context,
     shard: Annotated[str, typer.Argument(help="Name of a shard.")],
     generation: Annotated[
-        int | None, typer.Option(min=1, help="Its number; default: the current one.")
+        int | None,
+        typer.Option(min=1, max=GENERATION_MAX, help="Its number; default: the current one."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -183,15 +184,20 @@ def receipt_stale(
 ) -> None:
     """The database's verdict on every shard, and the numbers behind it; exit code 3 while one is stale."""
     from fabric_pipelines.dataplane.database import Database
-    from fabric_pipelines.dataplane.staleness import await_stale
+    from fabric_pipelines.dataplane.staleness import await_stale, require_shard
 
-    found = await_stale(Database.of(settings_of(ctx)), shard, within_s=wait)
+    database = Database.of(settings_of(ctx))
+    if shard is not None:
+        require_shard(database, shard)
+    found = await_stale(database, shard, within_s=wait)
     rows = [plain(item) for item in found]
-    emit({"shards": rows}, as_json, shown={"stale": rows})
+    why = [f"{item.shard}: {item.why}" for item in found if item.why]
+    told = [row | {"why": item.why} for row, item in zip(rows, found, strict=True)]
+    emit({"shards": told}, as_json, shown={"stale": rows, **({"why": why} if why else {})})
     stale = [f"{item.shard} ({item.verdict})" for item in found if item.verdict != "fresh"]
     require(
         not stale,
-        f"stale: {', '.join(stale)}; `fabric receipt refresh SHARD` brings one up to date",
+        f"stale: {', '.join(stale)}; `fabric receipt refresh SHARD` brings one up to date, unless its `why` says otherwise",
     )
 
 
@@ -212,7 +218,9 @@ def receipt_refresh(
     settings = settings_of(ctx)
     database = Database.of(settings)
     done = shards.refresh(database, settings.shards_dir, shard, anew=anew)
-    receipt = receipts.issue(database, settings.shards_dir, shard)
+    # one that stands since long is hashed before it is measured
+    issue = receipts.issue_late if done.how == "none" else receipts.issue
+    receipt = issue(database, settings.shards_dir, shard)
     answer = {
         "shard": shard,
         "generation": done.generation.number,
@@ -244,20 +252,48 @@ def receipt_audit(
     )
 
 
+@app.command("unwatch")
+def receipt_unwatch(
+    ctx: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="SHARD|RELATION", help="Name of a shard, or schema.table.")
+    ],
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Let the next refresh or audit watch it again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Take the fabric's triggers and their functions off a relation and keep them off; its shards are audited."""
+    from fabric_pipelines.dataplane import staleness
+    from fabric_pipelines.dataplane.database import Database
+
+    database = Database.of(settings_of(ctx))
+    if undo:
+        shards = staleness.allow_watch(database, name)
+        emit({"name": name, "watched_from_the_next_refresh": list(shards)}, as_json)
+    else:
+        emit(plain(staleness.unwatch(database, name)), as_json)
+
+
 @app.command("push")
 def receipt_push(
     ctx: typer.Context,
     shard: Annotated[str, typer.Argument(help="Name of a shard.")],
     to: Annotated[str, typer.Option(help="s3://bucket/prefix")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read back every object that is there already.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the current generation of a shard to an object store; files that are there already are not sent again."""
+    """Copy the current generation of a shard to an object store, or heal its copy: what is missing there or differs is sent."""
     from fabric_pipelines.dataplane.database import Database
     from fabric_pipelines.dataplane.objects import Objects
     from fabric_pipelines.shards import remote
 
     settings = settings_of(ctx)
-    done = remote.push(Database.of(settings), settings.shards_dir, shard, Objects(to))
+    done = remote.push(
+        Database.of(settings), settings.shards_dir, shard, Objects(to), verify=verify
+    )
     answer = {"shard": shard, "generation": done.pointer.generation, "token": done.pointer.token}
     emit(answer | {"files_sent": done.files, "bytes_sent": done.bytes}, as_json)
 
@@ -270,7 +306,7 @@ def receipt_fetch(
     out: Annotated[Path, typer.Option(help="Folder to put it in.")],
     as_json: Json = False,
 ) -> None:
-    """Bring the newest copy of a shard into a folder, every file checked by its digest."""
+    """Bring the newest copy of a shard into a folder, every file checked by its digest; those that are there as well."""
     from fabric_pipelines.dataplane.objects import Objects
     from fabric_pipelines.shards import remote
 
@@ -296,6 +332,8 @@ def receipt_policy(
 
     database = Database.of(settings_of(ctx))
     if bound:
+        if shard != staleness.DEFAULTS:
+            staleness.require_shard(database, shard)
         staleness.set_policy(database, shard, dict(_bound(text) for text in bound))
     emit({"policies": [plain(item) for item in staleness.policies(database)]}, as_json)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fabric_pipelines.console import emit, settings_of
+from fabric_pipelines.console import GENERATION_MAX, emit, settings_of
 from fabric_pipelines.screen import plain
 
 app = typer.Typer(
@@ -136,14 +136,16 @@ def _fates(rows: list[dict[str, Any]], dry_run: bool) -> list[dict[str, Any]]:
 def shard_pin(
     ctx: typer.Context,
     shard: Name,
-    generation: Annotated[int, typer.Option(min=1, help="Its number.")],
+    generation: Annotated[int, typer.Option(min=1, max=GENERATION_MAX, help="Its number.")],
     reason: Annotated[str, typer.Option(help="Why it is kept; shown by prune.")] = "by hand",
     as_json: Json = False,
 ) -> None:
     """Keep a generation, and what a rebuild of it needs, whatever the policy says."""
     from fabric_pipelines import shards
     from fabric_pipelines.dataplane.database import Database
+    from fabric_pipelines.dataplane.staleness import require_text
 
+    require_text(reason, "--reason")
     lacking = shards.pin(Database.of(settings_of(ctx)), shard, generation, reason)
     answer = {"shard": shard, "generation": generation, "pinned": True, "reason": reason}
     emit(answer | {"lacking": list(lacking)}, as_json)
@@ -153,7 +155,7 @@ def shard_pin(
 def shard_unpin(
     ctx: typer.Context,
     shard: Name,
-    generation: Annotated[int, typer.Option(min=1, help="Its number.")],
+    generation: Annotated[int, typer.Option(min=1, max=GENERATION_MAX, help="Its number.")],
     as_json: Json = False,
 ) -> None:
     """Leave a generation to the policy again."""

@@ -21,6 +21,8 @@ from fabric_pipelines.screen import plain
 if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
 
+GENERATION_MAX = 2**63 - 1  # a bigint of the database
+
 
 def settings_of(ctx: typer.Context) -> Settings:
     from fabric_pipelines import settings

@@ -13,6 +13,6 @@ class DatabaseResource(FabricResource):
         """A database by URL; it opens a connection for each piece of work and holds none."""
         return Database.of(self.settings())
 
-    def staleness(self) -> list[Staleness]:
-        """The database's verdict on every shard."""
-        return staleness.staleness(self.of())
+    def staleness(self, shard: str | None = None) -> list[Staleness]:
+        """The database's verdict on every shard, or on one."""
+        return staleness.staleness(self.of(), shard)

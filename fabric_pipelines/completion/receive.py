@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from fabric_pipelines.dataplane.cpu_slices import give_way
 from fabric_pipelines.dataplane.valve import is_regular
-from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, Landed
+from fabric_pipelines.dataplane.writer import ROWS_PER_LANDING, CommitRefused, Landed
 from fabric_pipelines.errors import BrokerUnavailable, CheckFailed, FabricError, TransientError
 from fabric_pipelines.ids import SEQUENCE_BITS
 from fabric_pipelines.ledger import Ledger
@@ -321,17 +321,27 @@ class Receiver:
         held.batch = held.batch.slice(0, rows)
         self._held.insert(self._held.index(held) + 1, rest)
 
+    def _halve(self, held: _Held) -> None:
+        """A row of `held` made COMMIT fail, and nothing landed: as two transactions, so that the rest lands without it."""
+        middle = held.batch.num_rows // 2
+        rest = _Held(held.batch.slice(middle), bulk=held.bulk, at=held.at)
+        held.batch = held.batch.slice(0, middle)
+        self._held.insert(self._held.index(held) + 1, rest)
+
     def _harvest(self) -> None:
         """Take over what writers have done. A fault of one leaves the others running, and its rows held."""
         faults: list[BaseException] = []
-        for held in self._held:
+        for held in list(self._held):  # _halve puts in
             if held.running is None or not held.running.done():
                 continue
             done, held.running = held.running, None
             fault = done.exception()
             if fault is not None:
                 self.gate.withdraw(held.leave)
-                faults.append(fault)
+                if isinstance(fault, CommitRefused):
+                    self._halve(held)
+                else:
+                    faults.append(fault)
                 continue
             held.landed = done.result()
             self.gate.settle(held.leave, held.landed)

@@ -35,6 +35,11 @@ class Meter:
     def __post_init__(self) -> None:
         self._counts = self.connection.info.server_version >= BACKEND_WAL_SINCE
 
+    @property
+    def counts(self) -> bool:
+        """Whether the server counts WAL by backend, so that no statement need be explained."""
+        return self._counts
+
     def open(self) -> None:
         self._merged = None
         if self._counts:
@@ -69,7 +74,7 @@ class Meter:
             self._replaying.discard(table)
 
     def merge(self, statement: sql.Composed) -> int:
-        """Run the merge; rows inserted."""
+        """Run the merge; rows inserted, where it is explained with those that a trigger of the owner dropped."""
         if self._counts:
             return self.connection.execute(statement).rowcount
         row = self.connection.execute(compose("explain", statement=statement)).fetchone()

@@ -3,7 +3,7 @@
 A row on the wire is its field count and, per field, a length and bytes. Runs of fixed-size fields become one
 numpy structured array; bodies of variable size stay the Arrow buffers they are; `binary_join_element_wise`
 interleaves them, and its data buffer is the stream (1.8 us a row of 384 halves against 193 us for psycopg's
-write_row). NULL is length -1 with an empty body. Refuses streams of 2 GiB (32-bit offsets): cut the batch.
+write_row). NULL is length -1 with an empty body. Refuses streams that reach 1 GiB, by name: cut the batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from fabric_pipelines.errors import SchemaError
 
 HEADER = b"PGCOPY\n\xff\r\n\x00" + struct.pack(">ii", 0, 0)
 TRAILER = struct.pack(">h", -1)
-STREAM_BYTES_MAX = (1 << 31) - 1
+STREAM_BYTES_MAX = (1 << 30) - (1 << 16)
+"""Postgres makes no row of 1 GiB, so a stream below that holds none; Arrow's 32-bit offsets would end at 2 GiB."""
 POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01 UTC in microseconds since 1970
 HALFVEC_DIM_MAX = 16_000  # pgvector's own limit
+
+
+class StreamTooLarge(SchemaError):
+    """These rows make a stream beyond STREAM_BYTES_MAX; fewer of them may not, unless it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Column:
 
 def encode_copy(columns: Sequence[Column]) -> list[memoryview]:
     """The COPY BINARY stream of `columns` (equal length, at least one) as owned pieces in order. Raises
-    SchemaError naming the column that cannot be written as its kind."""
+    SchemaError naming the column that cannot be written as its kind, StreamTooLarge for too many bytes."""
     rows = len(columns[0].values)
     assert all(len(column.values) == rows for column in columns)
     if rows == 0:
@@ -91,10 +96,7 @@ class _Pieces:
     def joined(self) -> memoryview:
         self._flush()
         total = sum(int(pc.sum(pc.binary_length(piece)).as_py() or 0) for piece in self._done)
-        if total > STREAM_BYTES_MAX:
-            raise SchemaError(
-                f"a landing of {self._rows} rows takes {total} bytes, more than 2 GiB; land fewer rows at once"
-            )
+        _require_room(self._rows, total)
         joined = pc.binary_join_element_wise(*self._done, pa.scalar(b"", pa.binary()))
         return memoryview(joined.buffers()[2])[:total]
 
@@ -221,14 +223,37 @@ def _binary(values: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> pa.Binary
     """A binary array over the bytes of `values`, cut by `sizes`."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    if offsets[-1] > STREAM_BYTES_MAX:
-        raise pa.ArrowInvalid("the column takes more than 2 GiB; land fewer rows at once")
+    _require_room(len(sizes), int(offsets[-1]))
     buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(values)]
     return pa.Array.from_buffers(pa.binary(), len(sizes), buffers)
 
 
+def row_bytes(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+    """Bytes of each row's values in Arrow, without offsets and validity."""
+    sizes = np.zeros(batch.num_rows, np.int64)
+    for values in batch.columns:
+        kind = values.type
+        if pa.types.is_list(kind):
+            counts = pc.list_value_length(values).fill_null(0).to_numpy()
+            sizes += counts.astype(np.int64) * (kind.value_type.bit_width // 8)
+        elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+            sizes += pc.binary_length(values).fill_null(0).to_numpy()
+        else:
+            sizes += kind.bit_width // 8
+    return sizes
+
+
+def _require_room(rows: int, size: int) -> None:
+    if size > STREAM_BYTES_MAX:
+        raise StreamTooLarge(
+            f"{rows} row{'s take' if rows > 1 else ' takes'} {size} bytes on the way into its table, "
+            f"and Postgres takes no row beyond {STREAM_BYTES_MAX}"
+        )
+
+
 def _flat(values: pa.Array | pa.ChunkedArray) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
+        _require_room(len(values), values.nbytes)
         values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
     if pa.types.is_dictionary(values.type):
         return values.dictionary_decode()

@@ -7,9 +7,11 @@ relies on it (some that call themselves S3 do: 16 winners of 16).
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,18 @@ from fabric_pipelines.errors import Refused, StorageFailed, StoreUnreachable, Us
 
 S3 = "s3://"
 TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
+PART_BYTES = 50 << 20  # from twice that on, a file goes up in parts of this size
+_READ_BYTES = 8 << 20
 _FAILED_CONDITION = ("PreconditionFailed", "412", "At least one of the pre-conditions")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One object as the store speaks of it. etag: in most stores the MD5 of what was put, or of the MD5s of its parts; it
+    proves nothing where it is something else."""
+
+    size: int
+    etag: str
 
 
 class Objects:
@@ -55,22 +68,26 @@ class Objects:
             except FileNotFoundError:
                 return None
 
-    def size(self, key: str) -> int | None:
+    def look(self, key: str) -> Kept | None:
         with self._asked("look at", key):
             try:
-                return int(self._files.info(f"{self.root}/{key}")["size"])
+                return _kept(self._files.info(f"{self.root}/{key}"))
             except FileNotFoundError:
                 return None
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every object below `prefix`, by key."""
+        return {key: kept.size for key, kept in self.listed(prefix).items()}
+
+    def listed(self, prefix: str) -> dict[str, Kept]:
+        """Every object below `prefix`, by key; one question a thousand of them."""
         with self._asked("list", prefix):
             try:
                 found = self._files.find(f"{self.root}/{prefix}", detail=True)
             except FileNotFoundError:
                 return {}
         head = f"{self.root}/"
-        return {name.removeprefix(head): int(item["size"]) for name, item in found.items()}
+        return {name.removeprefix(head): _kept(item) for name, item in found.items()}
 
     def remove(self, key: str) -> None:
         """Unconditional; one that is gone already is no fault."""
@@ -80,11 +97,22 @@ class Objects:
     def put_file(self, key: str, path: Path) -> None:
         """Unconditional: for objects that are named by their own digest."""
         with self._asked("keep", key):
-            self._files.put_file(str(path), f"{self.root}/{key}")
+            self._files.put_file(str(path), f"{self.root}/{key}", chunksize=PART_BYTES)
 
     def get_file(self, key: str, path: Path) -> None:
         with self._asked("read", key):
             self._files.get_file(f"{self.root}/{key}", str(path))
+
+    def sha256(self, key: str) -> str:
+        """Hex digest of the object, which is read from end to end."""
+        digest = hashlib.sha256()
+        with (
+            self._asked("read", key),
+            self._files.open(f"{self.root}/{key}", block_size=_READ_BYTES) as content,
+        ):
+            while chunk := content.read(_READ_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
 
     def require_conditions(self) -> None:
         """Refused when the store lets a second writer create what exists."""
@@ -143,3 +171,7 @@ class Objects:
             if is_of_the_client(fault):
                 raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
             raise
+
+
+def _kept(item: dict[str, Any]) -> Kept:
+    return Kept(int(item["size"]), str(item.get("ETag") or "").strip('"'))

@@ -68,13 +68,17 @@ insert into fabric.journals (journal_id, incarnation) values (%(journal_id)s, %(
 select pg_current_snapshot()::text,
        case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end::text,
        (select timeline_id from pg_control_checkpoint()),
-       fabric.relation_files(%(oid)s::oid);
+       fabric.bound_files(%(oid)s::oid, %(names)s::text[]);
 
 -- name: column_types
 select attname, format_type(atttypid, null), attrelid::bigint
 from pg_attribute
-where attrelid = to_regclass(%(relation)s) and attnum > 0 and not attisdropped
+where attrelid = fabric.relation_oid(%(relation)s) and attnum > 0 and not attisdropped
 order by attnum;
+
+-- name: hold_relation
+-- Until the transaction ends neither it nor a column of it is given another name.
+select from {relation} where {filter} limit 0
 
 -- name: copy_source_rows
 copy (
@@ -252,6 +256,27 @@ select pg_current_xact_id()::text;
 
 -- name: xact_status
 select pg_xact_status(%(xid)s::xid8);
+
+-- name: look_at_constraints
+-- COMMIT would look at the deferred ones, when no row can be told from another any more.
+set constraints all immediate;
+
+-- name: defer_constraints
+set constraints all deferred;
+
+-- name: owners_triggers
+-- Triggers that see an insert and are not the fabric's own, which are of its schema and see statements. Only those can
+-- leave a row out of the table that was counted: rules do not see COPY, and ON CONFLICT refuses a table that has one.
+select exists (
+    select from pg_trigger as t
+    join pg_proc as p on p.oid = t.tgfoid
+    where t.tgrelid = to_regclass(%(table)s) and not t.tgisinternal and t.tgenabled <> 'D' and t.tgtype & 4 = 4
+        and (t.tgtype & 1 = 1 or p.pronamespace is distinct from to_regnamespace('fabric'))
+);
+
+-- name: not_in_table
+select sent.task_id from unnest(%(task_ids)s::bigint[]) as sent (task_id)
+where not exists (select from {table} as landed where landed.task_id = sent.task_id)
 
 -- name: make_stage
 create temporary table if not exists {stage}
@@ -477,7 +502,7 @@ on conflict (uri) do nothing;
 select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 
 -- name: relation_kind
-select relkind::text from pg_class where oid = to_regclass(%(relation)s);
+select relkind::text from pg_class where oid = fabric.relation_oid(%(relation)s);
 
 -- name: forget_watches_from_elsewhere
 select fabric.forget_watches_from_elsewhere();
@@ -485,10 +510,31 @@ select fabric.forget_watches_from_elsewhere();
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);
 
+-- name: relation_of
+-- Of a shard's current generation, or else of a relation by its name.
+select coalesce(
+    (select (manifest #>> '{source,relation_oid}')::oid from fabric.shard_generation
+     where name = %(name)s order by generation desc limit 1),
+    fabric.relation_oid(%(name)s))::bigint,
+    (select manifest #>> '{source,relation}' from fabric.shard_generation
+     where name = %(name)s order by generation desc limit 1);
+
+-- name: shards_of_relation
+select name from fabric.shard_generation as g
+where generation = (select max(generation) from fabric.shard_generation where name = g.name)
+  and (manifest #>> '{source,relation_oid}')::oid = %(relation)s::oid
+order by name;
+
+-- name: unwatch
+select fabric.unwatch(%(relation)s::oid);
+
+-- name: allow_watch
+delete from fabric.unwatched where relation = %(relation)s::oid;
+
 -- name: staleness
 select shard, generation, relation, receipt_id, log, rows, inserted, updated, deleted, truncated, moved,
        moved_fraction::float8, deleted_fraction::float8, extract(epoch from age)::float8, recall::float8,
-       last_change_at, verdict, due
+       last_change_at, verdict, due, min_recall::float8
 from fabric.shard_staleness
 where %(shard)s::text is null or shard = %(shard)s
 order by shard;

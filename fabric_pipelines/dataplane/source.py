@@ -36,7 +36,7 @@ EVERY_ROW = sql.SQL("true")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Which rows a shard is made of. relation: "schema.table"; submission_id: only that submission's rows;
+    """Which rows a shard is made of. relation: "schema.table", each part as it is written; submission_id: only that submission's rows;
     filter: further SQL condition, the operator's own text (never data). columns: integer columns, without
     nulls, that are read along with the rows, in the order of their names. Rows without a vector do not count.
     hash_version: how its content hash is made; older receipts are checked under theirs."""
@@ -76,7 +76,8 @@ class Source:
 class SourceState:
     """A source as one transaction saw it. encoding: wire form under the digest (halfvec, vector, bytea).
     engine_fingerprints: every one that made a row of it, sorted; none where the relation does not say.
-    relation_files: the files that the rows lay in; others may hold other rows, though no trigger fired."""
+    relation_files: the files that the rows lay in, and the numbers of the columns; others may hold other rows, though no
+    trigger fired."""
 
     source: Source
     cluster_id: str
@@ -189,10 +190,14 @@ class Described:
 
 
 def describe(connection: Connection, source: Source) -> Described:
-    """Raises SchemaError for a missing relation or column, and for types that no shard is made of."""
+    """Raises SchemaError for a missing relation or column, for types that no shard is made of, and for a filter that
+    is no condition on the relation. From here on the relation keeps its name and columns until the transaction ends."""
+    hold = {"relation": relation(source.relation)}
+    try:
+        connection.execute(compose("hold_relation", filter=EVERY_ROW, **hold))
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as fault:
+        raise SchemaError(f"there is no relation {source.relation!r} in this database") from fault
     rows = connection.execute(query("column_types"), {"relation": source.relation}).fetchall()
-    if not rows:
-        raise SchemaError(f"there is no relation {source.relation!r} in this database")
     types = {name: kind for name, kind, _ in rows}
     wanted = (source.id_column, source.vector_column, *source.columns)
     for column in wanted:
@@ -211,6 +216,15 @@ def describe(connection: Connection, source: Source) -> Described:
             f"vectors are read from {', '.join(ENCODINGS)}"
         )
     chosen = {name: types[name] for name in wanted}
+    if source.filter:
+        try:
+            connection.execute(compose("hold_relation", filter=source.condition(), **hold))
+        except (psycopg.ProgrammingError, psycopg.DataError) as fault:
+            why = " ".join(str(fault).split())
+            raise SchemaError(
+                f"the filter {source.filter!r} is no condition on a row of {source.relation} ({why}); write it as after "
+                "WHERE"
+            ) from fault
     return Described(
         chosen, int(rows[0][2]), encoding, types.get("engine_fingerprint") in ("text", "varchar")
     )
@@ -225,7 +239,9 @@ def state_of(
     engine_fingerprints: Sequence[str],
 ) -> SourceState:
     """The state with the snapshot of the connection's transaction."""
-    row = connection.execute(query("snapshot"), {"oid": described.oid}).fetchone()
+    names = [*described.columns, *(["submission_id"] if source.submission_id is not None else [])]
+    read = {"oid": described.oid, "names": [*names, *(["*"] if source.filter else [])]}
+    row = connection.execute(query("snapshot"), read).fetchone()
     assert row is not None
     identity = database.identity
     return SourceState(
@@ -293,7 +309,24 @@ def copy_rows(
         [sql.SQL(", {}::bigint").format(sql.Identifier(name)) for name in source.columns]
     )
     statement = compose("copy_source_rows", columns=columns, only=only, **_parts(source))
-    return _decode_rows(copy_bytes(connection, statement), encoding, source)
+    rows = _decode_rows(copy_bytes(connection, statement), encoding, source)
+    _require_unique(rows.ids, source)
+    return rows
+
+
+NAMED = 10
+
+
+def _require_unique(ids: npt.NDArray[np.int64], source: Source) -> None:
+    """A shard knows a row by its id: of two with one id, a change of either would be laid over both."""
+    found, counts = np.unique(ids, return_counts=True)
+    twice = found[counts > 1]
+    if len(twice):
+        named = ", ".join(str(item) for item in twice[:NAMED]) + (", ..." * (len(twice) > NAMED))
+        raise SchemaError(
+            f"{len(twice)} ids of {source.relation} are those of more than one row ({named}): a shard needs one row an id; "
+            f"remove the others, keep {source.id_column!r} unique with an index, or name another id column"
+        )
 
 
 def copy_bytes(connection: Connection, statement: sql.Composed) -> bytes:

@@ -13,6 +13,10 @@ from importlib import resources
 
 from psycopg import sql
 
+from fabric_pipelines.errors import SchemaError
+
+_PART = r'"(?:[^"\0]|"")+"|[^".\0]+'
+_RELATION = re.compile(rf"({_PART})(?:\.({_PART}))?")
 _BLOCK = re.compile(r"^-- name: (\w+)\n", re.MULTILINE)
 
 
@@ -43,8 +47,19 @@ def trusted(text: str) -> sql.SQL:
 
 
 def relation(name: str) -> sql.Identifier:
-    """`schema.table` or `table` as a quoted identifier."""
-    return sql.Identifier(*name.split("."))
+    """`schema.table` or `table` as a quoted identifier: each part as it is written, in double quotes where it holds a dot.
+    fabric.relation_oid reads names the same way. Raises SchemaError for what is no such name."""
+    found = _RELATION.fullmatch(name)
+    if found is None:
+        raise SchemaError(
+            f"{name!r} names no relation: write table or schema.table as the database has it, capitals and all, and "
+            'a part that holds a dot in double quotes, as in public."a.b"'
+        )
+    return sql.Identifier(*(_plain(part) for part in found.groups() if part is not None))
+
+
+def _plain(part: str) -> str:
+    return part[1:-1].replace('""', '"') if part.startswith('"') else part
 
 
 @cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -37,11 +36,13 @@ from fabric_pipelines.dataplane.source import (
     state_of,
 )
 from fabric_pipelines.dataplane.sql import compose, query
+from fabric_pipelines.dataplane.sql import relation as quoted
 from fabric_pipelines.errors import SchemaError, UsageError
 
 CHANNEL = "fabric_stale"
 DEFAULTS = "*"
 POLL_S = 30.0
+AGE_S_MAX = 1e10  # 317 years; an interval of the database ends somewhere, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,64 @@ class Staleness:
     last_change_at: datetime | None
     verdict: str
     due: bool
+    min_recall: float | None = None
+
+    @property
+    def why(self) -> str:
+        """What the verdict comes from and what to do about it, in one sentence; empty when fresh."""
+        if self.verdict == "audit":
+            return WHY_AUDIT[self.log].format(shard=self.shard, relation=self.relation)
+        if self.verdict == "rebuild" and self.log == "elsewhere":
+            return f"{self.relation} is another relation, or in another database, than what the generation was read from"
+        if self.verdict == "quality":
+            return (
+                f"recall {self.recall} is below min_recall {self.min_recall}: a refresh makes new lists; where that does "
+                f"not reach it either, lower the bound (`fabric receipt policy {self.shard} --set min_recall=NUMBER`) or "
+                "build with fewer lists"
+            )
+        return WHY[self.verdict].format(shard=self.shard, relation=self.relation)
+
+    @property
+    def beyond_refresh(self) -> str:
+        """What a refresh may have left as it was: equal before and after one, the next one changes nothing
+        either. Empty for what a refresh settles."""
+        if self.verdict == "quality":
+            return f"quality below {self.min_recall}"
+        changed = self.last_change_at
+        what = (self.verdict, self.log, changed.isoformat() if changed else "never")
+        return "" if self.verdict in ("fresh", "age") else " ".join(what)
+
+
+_LOOK = "`fabric receipt audit {shard}` compares the rows"
+_SETTLE = "; `fabric receipt refresh {shard}` settles it"
+WHY_AUDIT = {
+    "unwatched": "nothing watches {relation} (a view, a table of another owner, or unwatched on purpose), so no change of "
+    "it is seen: " + _LOOK + ", at times of your own",
+    "unlogged": "{relation} is UNLOGGED: a crash empties it and nothing notes that, so its log is not believed: make it "
+    "LOGGED; until then " + _LOOK,
+    "disarmed": "triggers of the watch on {relation} were switched off or dropped: "
+    + _LOOK
+    + _SETTLE,
+    "other columns": "columns of {relation} were renamed, swapped or dropped since they were read: "
+    + _LOOK
+    + _SETTLE,
+    "begun later": "the watch on {relation} began after the generation was read: "
+    + _LOOK
+    + _SETTLE,
+    "pruned": "changes since the generation was read are forgotten: " + _LOOK + _SETTLE,
+    "rewritten": "{relation} was rewritten, or a child was attached or detached: "
+    + _LOOK
+    + _SETTLE,
+    "not compared": "a statement changed {relation} in a way that the watch could not compare, so any row may have "
+    "moved: " + _LOOK + _SETTLE,
+}
+WHY = {
+    "fresh": "",
+    "rebuild": "{relation} was truncated, or most of it moved" + _SETTLE,
+    "deleted": "more rows were deleted than the policy allows" + _SETTLE,
+    "changed": "more rows moved than the policy allows" + _SETTLE,
+    "age": "the generation is older than max_age_s" + _SETTLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +161,9 @@ POLICY_FIELDS = tuple(item.name for item in fields(Policy) if item.name != "shar
 def watch(database: Database, source: Source) -> None:
     """Keep every change of the source's rows from the next snapshot on. Costs two look-ups where that is so
     already; else it waits for writers in flight, and gives up as DatabaseUnavailable when one of them does not
-    end. What takes no triggers from this role is left unwatched. SchemaError for a relation that is not
-    there."""
+    end. What takes no triggers from this role, or is to be left alone (`unwatch`), is left unwatched. SchemaError
+    for a relation or column that is not there."""
+    quoted(source.relation)
     columns = [*source.columns, *(["*"] if source.filter else [])]
     with database.session() as connection:
         kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
@@ -119,9 +179,81 @@ def watch(database: Database, source: Source) -> None:
             "columns": columns,
         }
         # A role that may read a relation need not own it; its shard is audited like that of a view.
-        with suppress(psycopg.errors.InsufficientPrivilege):
+        try:
             connection.execute(query("forget_watches_from_elsewhere"))
             connection.execute(query("watch"), wanted)
+        except psycopg.errors.InsufficientPrivilege:
+            return
+        except psycopg.errors.UndefinedColumn as fault:
+            missing = str(fault.diag.message_primary).rpartition(" has no column ")[2]
+            raise SchemaError(
+                f"relation {source.relation!r} has no column {missing!r}: if it had, give the column its name back, or "
+                "build the shard anew from the columns that are there"
+            ) from fault
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatched:
+    """watches: how many went, with four triggers and a function each; shards: whose changes nobody sees now."""
+
+    relation: str
+    watches: int
+    shards: tuple[str, ...]
+
+
+def unwatch(database: Database, name: str) -> Unwatched:
+    """Take the fabric's triggers off a relation, given by its name or that of a shard made of it, and make none
+    on it until `allow_watch`. Waits for writers in flight for a while. UsageError when there is neither."""
+    with database.session() as connection, connection.transaction():
+        oid, relation = _relation_of(connection, name)
+        connection.execute(query("bounded_waits"))
+        row = connection.execute(query("unwatch"), {"relation": oid}).fetchone()
+        assert row is not None
+        return Unwatched(relation, int(row[0]), _shards_of(connection, oid))
+
+
+def allow_watch(database: Database, name: str) -> tuple[str, ...]:
+    """Undo `unwatch`: the next refresh or audit of a shard of that relation watches it again. Returns its
+    shards."""
+    with database.session() as connection:
+        oid, _ = _relation_of(connection, name)
+        connection.execute(query("allow_watch"), {"relation": oid})
+        return _shards_of(connection, oid)
+
+
+def _relation_of(connection: Connection, name: str) -> tuple[int, str]:
+    require_text(name, "the name of a shard or relation")
+    row = connection.execute(query("relation_of"), {"name": name}).fetchone()
+    if row is None or row[0] is None:
+        raise UsageError(
+            f"there is neither a shard nor a relation {name!r}: `fabric receipt list` names the shards, and a relation is "
+            "written schema.table as the database has it"
+        )
+    return int(row[0]), row[1] or name
+
+
+def _shards_of(connection: Connection, oid: int) -> tuple[str, ...]:
+    rows = connection.execute(query("shards_of_relation"), {"relation": oid}).fetchall()
+    return tuple(row[0] for row in rows)
+
+
+def require_shard(database: Database, name: str) -> None:
+    """UsageError when no generation of a shard of this name was ever published."""
+    require_text(name, "the name of a shard")
+    with database.session() as connection:
+        known = [row[0] for row in connection.execute(query("shard_names")).fetchall()]
+    if name not in known:
+        raise UsageError(f"there is no shard {name!r}; `fabric receipt list` names them")
+
+
+def require_text(text: str, what: str) -> None:
+    """UsageError for what no database text is: a NUL, or bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        raise UsageError(f"{what} is {text!r}; it must be UTF-8 text") from fault
+    if "\0" in text:
+        raise UsageError(f"{what} is {text!r}; it must be text without a NUL")
 
 
 def staleness(database: Database, shard: str | None = None) -> list[Staleness]:
@@ -223,9 +355,11 @@ def set_policy(database: Database, shard: str, changes: Mapping[str, float | Non
     if unknown:
         raise UsageError(f"{unknown} is no bound of a policy; those are {', '.join(POLICY_FIELDS)}")
     for name, value in changes.items():
-        top = float("inf") if name.endswith("_s") else 1.0
+        top = AGE_S_MAX if name.endswith("_s") else 1.0
         if value is not None and not 0 <= value <= top:
             raise UsageError(f"{name} is {value}; it must lie between 0 and {top:g}")
+        if name == "max_age_s" and value == 0:
+            raise UsageError("max_age_s is 0; it must be above 0, or nothing for no bound on age")
     if shard == DEFAULTS and any(
         changes.get(name, 0) is None
         for name in POLICY_FIELDS

@@ -2,15 +2,15 @@
 
 Rows go straight into the table by binary COPY; where a task id is there already, the savepoint is rolled back and
 they go through a temporary twin, insert-or-nothing by task id. Dead letters, ack row, commit. A replay therefore
-changes nothing. A row that the database rejects becomes a dead letter with reason and raw bytes while the rest
-lands. A commit whose answer was lost is settled by the transaction's status and its rows, never by guessing.
+changes nothing. A row that the database rejects, at once or by a deferred constraint, or that a trigger drops, becomes
+a dead letter with reason and raw bytes while the rest lands. A commit whose answer was lost is settled by the
+transaction's status and its rows, never by guessing.
 """
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,8 +30,22 @@ from fabric_pipelines.dataplane.database import (
     read_identity,
     translated,
 )
-from fabric_pipelines.dataplane.encode import Column, encode_copy
+from fabric_pipelines.dataplane.encode import (
+    STREAM_BYTES_MAX,
+    Column,
+    StreamTooLarge,
+    encode_copy,
+    row_bytes,
+)
 from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.dataplane.rejection import (
+    dropped,
+    is_rejection,
+    lacks_value,
+    landing_into,
+    rejection,
+    row_at_fault,
+)
 from fabric_pipelines.dataplane.sinks import (
     DEAD_LETTERS,
     Decode,
@@ -45,13 +59,25 @@ from fabric_pipelines.dataplane.sinks import (
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.dataplane.staleness import ring
-from fabric_pipelines.errors import DatabaseUnavailable, IncarnationMismatch, SchemaError
+from fabric_pipelines.errors import (
+    DatabaseUnavailable,
+    IncarnationMismatch,
+    SchemaError,
+    StorageFailed,
+)
 from fabric_pipelines.records.arrow import require_schema, to_ipc
 from fabric_pipelines.records.completion import PULLED_SCHEMA
 from fabric_pipelines.records.confirmation import Confirmation
 
 ROWS_PER_LANDING = 5_000
 """1,000 to 5,000 rows are the flat part of the cost curve; more only adds latency and lock time."""
+
+PIECE_BYTES = 64 << 20
+"""Of Arrow data in one COPY stream, and one row more. Text may take 32 bytes a token, eight times its id, which stays
+below the bound of a stream."""
+RAW_BYTES_MAX = STREAM_BYTES_MAX // 2
+"""A dead letter's raw bytes; of a larger row the payload is left out, so that its letter lands."""
+PAYLOAD = ("output", "vector")
 
 TaskIds = npt.NDArray[np.int64]
 
@@ -81,6 +107,11 @@ class CommitInDoubt(DatabaseUnavailable):
         self.xid = xid
         self.cluster_id = cluster_id
         self.landed = landed
+
+
+class CommitRefused(StorageFailed):
+    """COMMIT itself failed for what some row holds, with nothing landed. Halves of the batch, each a landing of its own,
+    tell which row; one that stands alone becomes a dead letter."""
 
 
 class Writer:
@@ -208,12 +239,15 @@ def land(
     decode: Decode | None = None,
     meter: Meter | None = None,
     backend: BackendSlice = BackendSlice(),  # noqa: B008 frozen
+    refused: Mapping[int, Rejection] | None = None,
 ) -> Landed:
-    """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters. `meter`: the one
-    of this connection; without one no costs are known. `backend`: is hurried while it commits.
+    """Land `batch` (PULLED_SCHEMA, one function). Rows whose status is not ok become dead letters, and so do those at
+    the positions of `refused`. `meter`: the one of this connection; without one no costs are known. `backend`: is
+    hurried while it commits.
 
-    Raises SchemaError for a wrong batch, CommitInDoubt when the answer to COMMIT was lost, else what the
-    database's fault translates to; then nothing of the batch is in the database.
+    Raises SchemaError for a wrong batch, CommitInDoubt when the answer to COMMIT was lost, CommitRefused when a row
+    among several made it fail, else what the database's fault translates to; then nothing of the batch is in the
+    database.
     """
     require_schema(batch, PULLED_SCHEMA, "pulled batch")
     functions = batch.column("function").unique().to_pylist()
@@ -221,18 +255,37 @@ def land(
         raise SchemaError(f"a landing takes one function, this batch has {functions}")
     sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
     meter = meter or Meter(connection)
-    with translated(f"database {identity.database}"):
+    with landing_into(sink.table, f"database {identity.database}"):
         connection.execute("begin")
         try:
             meter.open()
-            landed = _fill(connection, sink, batch, landing, identity, meter)
+            landed = _fill(connection, sink, batch, landing, identity, meter, refused or {})
         except BaseException:
             if not connection.broken:
                 connection.execute("rollback")
             raise
         began = time.perf_counter()
-        with backend.hurried():
-            _commit(connection, landed, identity)
+        try:
+            with backend.hurried():
+                _commit(connection, landed, identity)
+        except psycopg.Error as fault:
+            if connection.broken or refused or not is_rejection(fault, at_commit=True):
+                raise
+            if batch.num_rows > 1:
+                raise CommitRefused(
+                    f"database {identity.database} refused to commit {batch.num_rows} rows of {sink.table} "
+                    f"({fault.sqlstate}: {fault.diag.message_primary}): land them in halves, a row alone is buried"
+                ) from fault
+            alone = {0: rejection(fault, 0)}
+            return land(
+                connection,
+                batch,
+                identity=identity,
+                decode=decode,
+                meter=meter,
+                backend=backend,
+                refused=alone,
+            )
         commit_ms = (time.perf_counter() - began) * 1e3
     return replace(landed, wal_bytes=meter.seal(), commit_ms=commit_ms)
 
@@ -283,38 +336,48 @@ def _fill(
     landing: Landing,
     identity: Identity,
     meter: Meter,
+    given: Mapping[int, Rejection],
 ) -> Landed:
     """Everything of the transaction but its begin and commit."""
     row = connection.execute(query("current_xid")).fetchone()
     assert row is not None
     ok = pc.equal(batch.column("status"), "ok").to_numpy(zero_copy_only=False)
     good, bad = np.flatnonzero(ok), np.flatnonzero(~ok)
-    refused = dict(_reported(batch, bad))
+    refused = dict(given) | dict(_reported(batch, bad))
     foreseen = foresee(_chosen(batch, good), sink, landing)
     refused |= {int(good[at]): item for at, item in foreseen.items()}
     rows, size = 0, 0
-    target = _Target(connection, sink.table, meter)
-    pending = [np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))]
+    ids, target = _ids(batch), _Target(connection, sink.table, meter)
+    pending = _pieces(batch, np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused))))
     while pending:
         chosen = pending.pop()
         if not chosen.size:
             continue
-        columns = sink.encode(_chosen(batch, chosen), landing)
         try:
-            inserted, sent = target.put(columns)
+            put = target.put(sink.encode(_chosen(batch, chosen), landing))
+        except StreamTooLarge as fault:
+            if chosen.size == 1:
+                refused[int(chosen[0])] = Rejection(int(chosen[0]), "54000", str(fault))
+            else:
+                pending += np.array_split(chosen, 2)
+            continue
         except psycopg.Error as fault:
-            if not _is_rejection(fault):
+            if not is_rejection(fault):
                 raise
-            at = _row_at_fault(fault, chosen.size)
+            if lacks_value(fault, sink.names) and not target.has_triggers():
+                raise
+            at = row_at_fault(fault, chosen.size)
             if at is None:
                 pending += np.array_split(
                     chosen, 2
                 )  # no line is named: halve until one row is left
                 continue
-            refused[int(chosen[at])] = _rejection(fault, int(chosen[at]))
+            refused[int(chosen[at])] = rejection(fault, int(chosen[at]))
             pending.append(np.delete(chosen, at))
             continue
-        rows, size = rows + inserted, size + sent
+        for at in chosen[np.isin(ids[chosen], put.dropped)].tolist():
+            refused[at] = dropped(at)
+        rows, size = rows + put.inserted, size + put.size
     return _settled(connection, sink, batch, refused, rows, size, str(row[0]), identity, meter)
 
 
@@ -367,9 +430,23 @@ def _settled(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """What became of rows that raised nothing. `inserted`: those new in the table; `dropped`: task ids that are not in it."""
+
+    inserted: int
+    size: int
+    dropped: TaskIds
+
+
 class _Target:
     """Rows into one table. Straight by COPY, or by COPY into a temporary twin and from there what is new; the twin
-    lives as long as the connection and is empty outside a transaction."""
+    lives as long as the connection and is empty outside a transaction.
+
+    Deferred constraints are looked at before the savepoint ends, while the rows can still be told apart. What COPY or the
+    merge count is compared with what was sent, and where the owner's triggers saw the rows, or some are fewer, the
+    table is asked for each id: a trigger drops, moves or renames a row without a word.
+    """
 
     def __init__(
         self,
@@ -380,29 +457,33 @@ class _Target:
         merge: str = "merge_stage",
         results: str | None = None,
     ) -> None:
-        """merge: the statement that takes new rows out of the twin; `results`: the table it compares them with."""
+        """merge: the statement that takes new rows out of the twin; `results`: the table it compares them with, where
+        a row may be instead."""
         self._connection = connection
         self._merge, self._results = merge, results
         self._table = table
         self._meter = meter
         self._stage = "stage_" + table.partition(".")[2]
+        self._looked = False
 
-    def put(self, columns: Sequence[Column]) -> tuple[int, int]:
-        """(rows inserted, bytes sent); after a rejection the transaction is as it was before."""
+    def put(self, columns: Sequence[Column]) -> _Put:
+        """After a rejection the transaction is as it was before. Raises StreamTooLarge with nothing sent."""
         stream = encode_copy(columns)
-        rows, size = len(columns[0].values), sum(len(piece) for piece in stream)
-        names = _names(columns)
+        names, ids = _names(columns), _column_ids(columns)
         if self._meter.goes_straight(self._table):
             try:
+                self._defer()
                 with self._connection.transaction():
-                    self._copy(relation(self._table), names, stream)
-                return rows, size
+                    counted = self._copy(relation(self._table), names, stream)
+                    self._look()
+                absent = self._absent(ids, counted)
+                return _Put(min(counted, len(ids) - len(absent)), _size(stream), absent)
             except psycopg.errors.UniqueViolation:
                 pass  # a task id is there already, or somebody's own index objects: the twin tells which
-        return self.through_stage(columns, stream), size
+        return self.through_stage(columns, stream)
 
-    def through_stage(self, columns: Sequence[Column], stream: Sequence[memoryview]) -> int:
-        rows, names = len(columns[0].values), _names(columns)
+    def through_stage(self, columns: Sequence[Column], stream: Sequence[memoryview]) -> _Put:
+        names, ids = _names(columns), _column_ids(columns)
         self._connection.execute(
             compose("make_stage", table=relation(self._table), stage=sql.Identifier(self._stage))
         )
@@ -410,27 +491,69 @@ class _Target:
         parts = {"table": relation(self._table), "stage": stage, "columns": names}
         if self._results is not None:
             parts = {"results": relation(self._results), "stage": stage, "columns": names}
+        self._defer()
         with self._connection.transaction():
             self._copy(stage, names, stream)
-            inserted = self._meter.merge(compose(self._merge, **parts))
+            counted = self._meter.merge(compose(self._merge, **parts))
             self._connection.execute(compose("empty_stage", stage=stage))
-        self._meter.staged(self._table, conflicts=rows - inserted)
-        return inserted
+            self._look()
+        absent = self._absent(ids, counted)
+        # what EXPLAIN counts as inserted holds what a trigger dropped; an INSERT's own count does not
+        tried = counted + len(absent) if self._meter.counts else counted
+        self._meter.staged(self._table, conflicts=len(ids) - tried)
+        return _Put(max(tried - len(absent), 0), _size(stream), absent)
+
+    def _defer(self) -> None:
+        """What an earlier look left behind would hold within one statement of an owner's trigger, too, which may
+        only be whole at its end."""
+        if self._looked:
+            self._connection.execute(query("defer_constraints"))
+
+    def _look(self) -> None:
+        self._looked = True
+        self._connection.execute(query("look_at_constraints"))
+
+    def _absent(self, ids: TaskIds, counted: int) -> TaskIds:
+        """Which of `ids` are in no table where they may be."""
+        if counted == len(ids) and not self.has_triggers():
+            return ids[:0]
+        for table in (self._table, self._results):
+            if table is not None and len(ids):
+                statement = compose("not_in_table", table=relation(table))
+                found = self._connection.execute(statement, {"task_ids": ids.tolist()}).fetchall()
+                ids = np.array([row[0] for row in found], np.int64)
+        return ids
+
+    def has_triggers(self) -> bool:
+        """Whether triggers of the owner see what is inserted."""
+        row = self._connection.execute(query("owners_triggers"), {"table": self._table}).fetchone()
+        assert row is not None
+        return bool(row[0])
 
     def _copy(
         self, target: sql.Composable, names: sql.Composable, stream: Sequence[memoryview]
-    ) -> None:
-        """`stream` is owned by nobody else: a writer of psycopg may keep a piece after write() returned."""
-        with (
-            self._connection.cursor() as cursor,
-            cursor.copy(compose("copy_rows", target=target, columns=names)) as copy,
-        ):
-            for piece in stream:
-                copy.write(piece)
+    ) -> int:
+        """Rows that the server counted. `stream` is owned by nobody else: a writer of psycopg may keep a piece after
+        write() returned."""
+        with self._connection.cursor() as cursor:
+            with cursor.copy(compose("copy_rows", target=target, columns=names)) as copy:
+                for piece in stream:
+                    copy.write(piece)
+            return cursor.rowcount
 
 
 def _names(columns: Sequence[Column]) -> sql.Composable:
     return sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
+
+
+def _column_ids(columns: Sequence[Column]) -> TaskIds:
+    assert columns[0].name == "task_id"
+    ids: TaskIds = columns[0].values.to_numpy()
+    return ids
+
+
+def _size(stream: Sequence[memoryview]) -> int:
+    return sum(len(piece) for piece in stream)
 
 
 def _bury(
@@ -440,12 +563,40 @@ def _bury(
     rejections: list[Rejection],
     meter: Meter,
 ) -> int:
-    raw = [to_ipc(batch.slice(at, 1)) for at in range(batch.num_rows)]
-    columns = dead_letter_columns(batch, rejections, raw)
-    stream = encode_copy(columns)
+    """Bytes sent. Raises StorageFailed where a letter is not kept: a task without one would be gone."""
     target = _Target(connection, DEAD_LETTERS, meter, merge="bury_stage", results=sink.table)
-    target.through_stage(columns, stream)
-    return sum(len(piece) for piece in stream)
+    size = 0
+    for piece in _pieces(batch, np.arange(batch.num_rows)):
+        raw = [_raw(batch.slice(at, 1)) for at in piece.tolist()]
+        reasons = [rejections[at] for at in piece.tolist()]
+        columns = dead_letter_columns(_chosen(batch, piece), reasons, raw)
+        put = target.through_stage(columns, encode_copy(columns))
+        if len(put.dropped):
+            raise StorageFailed(
+                f"{DEAD_LETTERS} kept no letter of {len(put.dropped)} tasks, task {put.dropped[0]} among them: a trigger "
+                "or rule of its owner dropped it; take that away and start completion again"
+            )
+        size += put.size
+    return size
+
+
+def _raw(row: pa.RecordBatch) -> bytes:
+    """One row as IPC; without its payload where that is more than a column of bytes takes."""
+    if row.nbytes > RAW_BYTES_MAX:
+        columns = [
+            pa.nulls(1, field.type) if field.name in PAYLOAD else row.column(field.name)
+            for field in row.schema
+        ]
+        row = pa.RecordBatch.from_arrays(columns, schema=row.schema)
+    return to_ipc(row)
+
+
+def _pieces(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """`rows`, by ascending position, in runs of PIECE_BYTES and at most one row more."""
+    if batch.nbytes <= PIECE_BYTES:
+        return [rows]
+    ends = np.cumsum(row_bytes(batch)[rows])
+    return np.split(rows, np.flatnonzero(np.diff(ends // PIECE_BYTES)) + 1)
 
 
 def _reported(batch: pa.RecordBatch, rows: npt.NDArray[np.intp]) -> list[tuple[int, Rejection]]:
@@ -460,34 +611,6 @@ def _reported(batch: pa.RecordBatch, rows: npt.NDArray[np.intp]) -> list[tuple[i
         )
         for row in rows.tolist()
     ]
-
-
-_REJECTION_CLASSES = (
-    "22",  # data exception
-    "23",  # integrity constraint violation
-    "44",  # with-check option
-    "54",  # program limit exceeded
-    "P0",  # raised by the owner's own trigger
-)
-
-
-def _is_rejection(fault: psycopg.Error) -> bool:
-    return (fault.sqlstate or "")[:2] in _REJECTION_CLASSES
-
-
-def _row_at_fault(fault: psycopg.Error, rows: int) -> int | None:
-    """Position of the row that the server names ("COPY stage, line 618, ..."), or the only one there is."""
-    if rows == 1:
-        return 0
-    named = re.search(r"^COPY \S+, line (\d+)", fault.diag.context or "", re.MULTILINE)
-    at = int(named[1]) - 1 if named else -1
-    return at if 0 <= at < rows else None
-
-
-def _rejection(fault: psycopg.Error, row: int) -> Rejection:
-    context = (fault.diag.context or "").split("\n", 1)[0]
-    reason = fault.diag.message_primary or str(fault)
-    return Rejection(row, fault.sqlstate or "", f"{reason} ({context})" if context else reason)
 
 
 def _chosen(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:

@@ -16,6 +16,7 @@ from fabric_pipelines.errors import DeviceRefused
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
+UUID_BYTES = 96
 
 
 class _Utilisation(ctypes.Structure):
@@ -72,6 +73,11 @@ class CardMeter:
             return used.value / 1e3
         return None
 
+    def uuid(self) -> str:
+        text = ctypes.create_string_buffer(UUID_BYTES)
+        self._ask("nvmlDeviceGetUUID", self._handle, text, ctypes.c_uint(UUID_BYTES))
+        return text.value.decode()
+
     def busy(self) -> float | None:
         """Share of NVML's last sampling period in which a kernel ran; None where it is not told."""
         seen = _Utilisation()
@@ -98,7 +104,45 @@ class CardMeter:
 
 
 def visible(device: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Which card a worker on `cuda:N` computes on, for NVML, which knows nothing of CUDA_VISIBLE_DEVICES: the first of that
-    list, since an engine takes the first card that its process sees."""
-    seen = environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    return seen or device.partition(":")[2]
+    """Which card a worker on `cuda:N` computes on: the N-th entry of CUDA_VISIBLE_DEVICES where that is set, for it says what
+    there is, else the machine's card N in PCI order. A number or a UUID, as that variable and NVML take it; DeviceRefused
+    when the list is shorter."""
+    number = device.partition(":")[2]
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return number
+    seen = [entry.strip() for entry in listed.split(",") if entry.strip()]
+    hidden = [place for place, entry in enumerate(seen) if entry.startswith("-")]
+    seen = seen[: hidden[0]] if hidden else seen  # CUDA itself ends the list there
+    if int(number) >= len(seen):
+        raise DeviceRefused(
+            f"device {device} is not there: CUDA_VISIBLE_DEVICES is {listed!r}, and of its {len(seen)} cards cuda:0 is the "
+            "first; choose one of them, or unset it to count all cards of the machine"
+        )
+    entry = seen[int(number)]
+    return str(int(entry)) if entry.isascii() and entry.isdigit() else entry
+
+
+def card_id(entry: str, load: Callable[[str], Any] = ctypes.CDLL) -> str:
+    """The UUID of the card that `visible` gave, or `entry` itself where NVML does not work: one card must not have two ids.
+    DeviceRefused when NVML knows no such card."""
+    if entry.startswith("MIG-") or not _nvml_works(load):
+        return entry
+    try:
+        with CardMeter(entry, load) as card:
+            return card.uuid()
+    except DeviceRefused as fault:
+        raise DeviceRefused(
+            f"card {entry} is not known to this machine's driver ({fault}): name it by its number or its whole UUID"
+        ) from fault
+
+
+def _nvml_works(load: Callable[[str], Any]) -> bool:
+    try:
+        nvml = load(LIBRARY)
+        works = int(nvml.nvmlInit_v2()) == SUCCESS
+    except (OSError, AttributeError):
+        return False
+    if works:
+        nvml.nvmlShutdown()
+    return works

@@ -36,7 +36,7 @@ from fabric_pipelines.shards.blocks import Block
 from fabric_pipelines.shards.building import full_recipe
 from fabric_pipelines.shards.content import IndexSpec, content_of
 from fabric_pipelines.shards.difference import Difference, field_differences
-from fabric_pipelines.shards.disk import DISK, reading
+from fabric_pipelines.shards.disk import DISK, REMEDIES, reading
 from fabric_pipelines.shards.generation import (
     SCRATCH,
     Generation,
@@ -288,7 +288,11 @@ def _scratch(root: Path) -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=root))
     except OSError as fault:
-        raise StorageFailed(f"cannot make a scratch folder in {root}: {fault.strerror}") from fault
+        remedy = REMEDIES.get(fault.errno or 0, "look at the disk before building again")
+        raise StorageFailed(
+            f"cannot make a scratch folder in {root}, beside the shards: {fault.strerror}; {remedy}. The generation was "
+            f"not touched, and `fabric receipt verify` only reads"
+        ) from fault
     try:
         with reading(folder):
             yield folder

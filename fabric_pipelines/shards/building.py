@@ -50,6 +50,7 @@ from fabric_pipelines.shards.generation import (
 from fabric_pipelines.shards.issuing import receipt_for_child
 from fabric_pipelines.shards.lists import ITERATIONS_DEFAULT
 from fabric_pipelines.shards.manifest import folder_name, read_manifest
+from fabric_pipelines.shards.scrub import damage_of
 from fabric_pipelines.shards.store import VectorStore, store_of
 
 LEASE_TTL_S = 600.0
@@ -241,6 +242,12 @@ def require_made_by(state: SourceState, recipe: Mapping[str, Any]) -> None:
 def _centroids(folder: Path, manifest_sha256: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     manifest = read_manifest(folder, manifest_sha256)
     entry = manifest.of_role("centroids")[0]
+    damage = damage_of(Generation(folder, manifest, manifest_sha256), entry)
+    if damage is not None:  # lists cut along them would look right for ever
+        raise CorruptionFound(
+            f"the centroids that should be kept are damaged: {damage}; build without them, or "
+            f"`fabric receipt refresh {manifest.name} --anew`"
+        )
     return map_array(folder / entry.path, "<f8", (manifest.lists, manifest.dim))
 
 

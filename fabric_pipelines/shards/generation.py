@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +67,12 @@ def write_generation(
     manifest: ShardManifest,
     blocks: Mapping[str, Block | FileEntry],
     previous: Path | None,
+    hashed: Container[str] = (),
 ) -> tuple[Path, int]:
     """Write everything `manifest` lists below the shard's `folder`; returns the generation's folder and how
     many files were linked. `blocks` is by path; one that is only an entry must be in `previous`, unharmed
-    (CorruptionFound). Nothing is current until the caller publishes it."""
+    (CorruptionFound). hashed: paths in `previous` that the caller found unharmed just now. Nothing is current until
+    the caller publishes it."""
     final = folder / manifest.folder_name
     temp = folder / f".{manifest.folder_name}.tmp"
     disk.make_folder(temp)
@@ -78,7 +80,7 @@ def write_generation(
     for path, block in blocks.items():
         disk.make_folder((temp / path).parent)
         old = previous / path if previous else None
-        if old and _is_block(old, block):
+        if old and _is_block(old, block, path in hashed):
             disk.link_file(old, temp / path)
             linked += 1
         elif isinstance(block, FileEntry):
@@ -126,13 +128,17 @@ def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> li
     return removed
 
 
-def sweep_scratch(disk: Disk, root: Path) -> list[str]:
-    """Remove what killed rebuilds left beside the shards; returns the names. One that is at work holds a lock on its folder,
-    and is not yet looked at in its first minute, before it has it."""
+def sweep_scratch(disk: Disk, root: Path, pattern: str = f"{SCRATCH}*") -> list[str]:
+    """Remove what killed rebuilds (or fetches, of another pattern) left in `root`; returns the names. One that is at work
+    holds a lock on its folder, and is not yet looked at in its first minute, before it has it."""
     removed = []
-    for path in sorted(root.glob(f"{SCRATCH}*")):
+    for path in sorted(root.glob(pattern)):
         with unread(path) as free:
-            if free and time.time() - path.stat().st_mtime >= SCRATCH_GRACE_S:
+            try:
+                age_s = time.time() - path.stat().st_mtime
+            except FileNotFoundError:  # whoever made it has just removed it
+                continue
+            if free and age_s >= SCRATCH_GRACE_S:
                 disk.remove_folder(path)
                 removed.append(path.name)
     return removed
@@ -159,10 +165,10 @@ def published_folder(root: Path, row: GenerationRow) -> Path:
     return folder
 
 
-def _is_block(path: Path, block: Block | FileEntry) -> bool:
+def _is_block(path: Path, block: Block | FileEntry, hashed: bool) -> bool:
     size = block.bytes if isinstance(block, FileEntry) else len(block.content)
     try:
         same_size = path.stat().st_size == size
     except FileNotFoundError:
         return False
-    return same_size and file_sha256(path) == block.sha256
+    return same_size and (hashed or file_sha256(path) == block.sha256)

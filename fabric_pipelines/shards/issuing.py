@@ -14,7 +14,7 @@ from typing import Any
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.vectors import GenerationRow
-from fabric_pipelines.errors import CorruptionFound
+from fabric_pipelines.errors import CorruptionFound, StorageFailed
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards import canary
 from fabric_pipelines.shards.disk import DISK, Disk
@@ -55,7 +55,13 @@ def issue(
         assert kept is not None
         statement, receipt = kept.statement, Receipt.from_statement(kept.statement)
     content = json.dumps(statement, sort_keys=True, indent=1, ensure_ascii=False)
-    disk.replace_file(generation.folder / RECEIPT_FILE, content.encode() + b"\n")
+    try:
+        disk.replace_file(generation.folder / RECEIPT_FILE, content.encode() + b"\n")
+    except StorageFailed as fault:
+        raise StorageFailed(
+            f"receipt {receipt.receipt_id[:12]} is in the database, its copy beside the generation is not: {fault}. `fabric "
+            f"receipt issue {name} --generation {generation.number}` writes the copy once {generation.folder} can be written"
+        ) from fault
     return receipt
 
 

@@ -27,6 +27,7 @@ from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation, shard_folder
 from fabric_pipelines.shards.manifest import ShardManifest, folder_name
+from fabric_pipelines.shards.scrub import require_whole
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, store_of
 
@@ -116,7 +117,7 @@ def record(generation: Generation, judged: Judged, disk: Disk = DISK) -> Path:
 def _base(
     store: VectorStore, root: Path, manifest: ShardManifest, metric: Metric
 ) -> tuple[int | None, Earlier | None]:
-    """The full build under an increment, measured; none under a full build, or where its folder is gone."""
+    """The full build under an increment, hashed and measured; none under a full build, or where its folder is gone."""
     if manifest.increment is None:
         return None, None
     found = _earlier(store, root, manifest, manifest.increment.base_generation)
@@ -125,7 +126,11 @@ def _base(
     folder, older = found
     if not folder.is_dir():
         return None, None
-    with Shard(open_generation(store, root, manifest.name, older.generation)) as shard:
+    generation = open_generation(store, root, manifest.name, older.generation)
+    with Shard(generation) as shard:
+        require_whole(
+            generation
+        )  # what is measured of rot would be the measure of every list for years
         table = measure(
             shard.vectors(), shard.indptr, shard.ids(), metric=metric, only=[*BASELINE, DIGESTS]
         )

@@ -5,30 +5,36 @@
     <name>/CURRENT                     generation, token and manifest digest of the newest copy
 
 Everything is there before the pointer says so, and the pointer is written under a condition: of many writers at one
-moment one wins, and a writer with an older fencing token or generation never does. Fetching believes nothing
-but digests. The row in Postgres stays the truth for this machine; the copy is for others, and for its loss.
+moment one wins, and a writer with an older fencing token or generation never does. A push looks at every object that
+it relies on, whoever put it there, so it heals what was lost or overwritten; a fetch believes nothing but digests. The row in Postgres stays the truth for this machine; the copy is for others, and for its loss.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.objects import Objects
+from fabric_pipelines.dataplane.objects import PART_BYTES, Kept, Objects
 from fabric_pipelines.errors import CorruptionFound, FencingLost, StorageFailed
 from fabric_pipelines.shards.blocks import file_sha256
 from fabric_pipelines.shards.building import Beat, holding
 from fabric_pipelines.shards.disk import DISK, Disk, reading
-from fabric_pipelines.shards.generation import Generation, shard_folder
-from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, read_manifest
+from fabric_pipelines.shards.generation import Generation, shard_folder, sweep_scratch
+from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
+from fabric_pipelines.shards.scrub import damage_of
 from fabric_pipelines.shards.shard import open_generation
 from fabric_pipelines.shards.store import VectorStore, store_of
 
 POINTER = "CURRENT"
+FETCHED = ".fetch-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,12 @@ class PrunedCopy:
     bytes: int
 
 
-def push(db: Database | VectorStore, root: Path, name: str, objects: Objects) -> Copied:
-    """Copy the current generation of shard `name`; `files` and `bytes` count what was not there already. Raises
+def push(
+    db: Database | VectorStore, root: Path, name: str, objects: Objects, *, verify: bool = False
+) -> Copied:
+    """Copy the current generation of shard `name`, or heal its copy: `files` and `bytes` count what was sent, since it was
+    missing or other bytes. An object is right when it has the size and the ETag of the file's bytes; one that has another
+    ETag, and with `verify` every one, is read back. Raises CorruptionFound for a damaged file of the generation itself,
     FencingLost when a newer generation is there or another writer switched the pointer meanwhile, AlreadyRunning while
     another process works on this copy, Refused by a store that ignores conditions."""
     store = store_of(db)
@@ -74,36 +84,94 @@ def push(db: Database | VectorStore, root: Path, name: str, objects: Objects) ->
         holding(store, root, name, copy=_url(objects)) as lease,
         reading(generation.folder),
     ):
-        return _push(generation, name, objects, Beat(store, lease))
+        return _push(generation, name, objects, Beat(store, lease), verify)
 
 
-def _push(generation: Generation, name: str, objects: Objects, beat: Beat) -> Copied:
+def _push(generation: Generation, name: str, objects: Objects, beat: Beat, verify: bool) -> Copied:
     pointer = Pointer(generation.number, generation.token, generation.manifest_sha256)
     before = _pointer(objects, name)
-    if before is not None and before[0] == pointer:
-        return Copied(pointer, 0, 0)
-    _require_newer(name, pointer, before and before[0])
+    switched = before is not None and before[0] == pointer  # then the copy may still be damaged
+    if not switched:
+        _require_newer(name, pointer, before and before[0])
     if before is None:
         objects.require_conditions()
+    there = objects.listed(f"{name}/blocks/")
     files, size = 0, 0
     for entry in {item.path: item for item in generation.manifest.files}.values():
         beat()
-        path = generation.folder / entry.path
-        if objects.size(_key(name, entry)) == entry.bytes:
-            continue
-        if file_sha256(path) != entry.sha256:
+        key = _key(name, entry)
+        sums = _Sums.of(generation.folder / entry.path)
+        if sums.sha256 != entry.sha256:
             raise CorruptionFound(
                 f"{entry.label} of generation {generation.number} is damaged and is not copied: "
-                "build the shard anew"
+                f"`fabric receipt refresh {name} --anew` builds the shard from its source"
             )
-        objects.put_file(_key(name, entry), path)
-        if objects.size(_key(name, entry)) != entry.bytes:
-            raise StorageFailed(f"{_key(name, entry)} is not whole in the object store")
+        if _is_copy(objects, key, there.get(key), entry, sums, verify):
+            continue
+        objects.put_file(key, generation.folder / entry.path)
+        if not _is_copy(objects, key, objects.look(key), entry, sums, verify):
+            raise StorageFailed(
+                f"s3://{objects.root}/{key} does not keep what was just put there: look at the object store"
+            )
         files, size = files + 1, size + entry.bytes
-    manifest = (generation.folder / FILE_NAME).read_bytes()
-    objects.create(_manifest_key(name, generation.manifest), manifest)
-    switch(objects, name, pointer, before)
+    sent = _put_manifest(objects, name, generation)
+    if not switched:
+        switch(objects, name, pointer, before)
+    elif sent:
+        files, size = files + 1, size + sent
     return Copied(pointer, files, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """sha256 and ETag (as a store makes it that makes it of MD5s) of one file's bytes, read once."""
+
+    sha256: str
+    etag: str
+
+    @classmethod
+    def of(cls, path: Path) -> _Sums:
+        digest, parts = hashlib.sha256(), []
+        try:
+            with path.open("rb") as file:
+                in_parts = os.fstat(file.fileno()).st_size >= 2 * PART_BYTES
+                while part := file.read(PART_BYTES if in_parts else -1):
+                    digest.update(part)
+                    parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+        except OSError as fault:
+            raise CorruptionFound(
+                f"{path} cannot be read ({fault.strerror}) and is not copied: build the shard anew"
+            ) from fault
+        if in_parts:
+            whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+            return cls(digest.hexdigest(), f"{whole}-{len(parts)}")
+        return cls(digest.hexdigest(), parts[0].hex() if parts else "")
+
+
+def _is_copy(
+    objects: Objects, key: str, kept: Kept | None, entry: FileEntry, sums: _Sums, verify: bool
+) -> bool:
+    """An ETag that is not ours may be of other bytes, or of a store that makes it of something else: reading tells."""
+    if kept is None or kept.size != entry.bytes:
+        return False
+    return (kept.etag == sums.etag and not verify) or objects.sha256(key) == entry.sha256
+
+
+def _put_manifest(objects: Objects, name: str, generation: Generation) -> int:
+    """Bytes that had to be sent. What lies under its name and is something else is damage, or of a push that was killed
+    before its database was restored: no pointer speaks of it."""
+    key = _manifest_key(name, generation.manifest)
+    content = (generation.folder / FILE_NAME).read_bytes()
+    if hashlib.sha256(content).hexdigest() != generation.manifest_sha256:
+        raise CorruptionFound(f"{generation.folder / FILE_NAME} changed: build the shard anew")
+    if objects.create(key, content):
+        return len(content)
+    found = objects.read(key)
+    if found is not None and found[0] == content:
+        return 0
+    if found is None or not objects.replace(key, content, found[1]):
+        raise FencingLost(f"another writer put {key} there meanwhile; push again if yours is newer")
+    return len(content)
 
 
 def switch(
@@ -181,7 +249,7 @@ def _old_objects(
     listed: set[str] = set()
     for token, number in kept:
         copied = Pointer(number, token, digests.get((token, number), ""))
-        listed |= {_key(name, entry) for entry in _manifest(objects, name, copied).files}
+        listed |= {_key(name, entry) for entry in _manifest(objects, name, copied)[0].files}
     manifests = [key for key, rank in ranks.items() if rank not in kept]
     blocks = [key for key in sizes if key.startswith(f"{name}/blocks/") and key not in listed]
     doomed = sorted(manifests) + sorted(blocks)
@@ -200,54 +268,125 @@ def _url(objects: Objects) -> str:
 
 
 def fetch(objects: Objects, root: Path, name: str, *, disk: Disk = DISK) -> Generation:
-    """The newest copied generation as a folder below `root`, every file checked by its digest. What is there
-    already, whole, is kept. StorageFailed when there is no copy, CorruptionFound when it is damaged."""
+    """The newest copied generation as a folder below `root`, every file checked by its digest, those that are there already
+    as well: what is damaged or gone is brought again. Several at once do not meet: one puts the folder in its place, the
+    others find it whole. StorageFailed when there is no copy or an object of it is gone, CorruptionFound when one is
+    damaged; both name the object and the remedy."""
     found = _pointer(objects, name)
     if found is None:
-        raise StorageFailed(f"there is no copy of shard {name!r} at s3://{objects.root}")
+        raise StorageFailed(f"there is no copy of shard {name!r} at {_url(objects)}")
     pointer = found[0]
     folder = shard_folder(root, name)
-    wanted = folder / f"g{pointer.generation:06d}-t{pointer.token}"
-    if not wanted.is_dir():
-        manifest = _manifest(objects, name, pointer)
-        temp = folder / f".{wanted.name}.tmp"
-        if temp.exists():
-            disk.remove_folder(temp)
-        disk.make_folder(temp)
-        for entry in {item.path: item for item in manifest.files}.values():
-            disk.make_folder((temp / entry.path).parent)
-            objects.get_file(_key(name, entry), temp / entry.path)
-            if file_sha256(temp / entry.path) != entry.sha256:
-                raise CorruptionFound(f"the copy of {entry.label} of shard {name!r} is damaged")
-            disk.sync_file(temp / entry.path)
-        disk.write_file(temp / FILE_NAME, manifest.to_bytes())
-        for inner in sorted({(temp / entry.path).parent for entry in manifest.files}):
-            disk.sync_folder(inner)
-        disk.sync_folder(temp)
-        disk.rename(temp, wanted)
-        disk.sync_folder(folder)
-    return Generation(
-        wanted, read_manifest(wanted, pointer.manifest_sha256), pointer.manifest_sha256
+    manifest, content = _manifest(objects, name, pointer)
+    sha256 = hashlib.sha256(content).hexdigest()
+    wanted = Generation(folder / manifest.folder_name, manifest, sha256)
+    with _own_folder(disk, folder, manifest.folder_name) as temp:
+        if wanted.folder.is_dir() or not _placed(disk, objects, wanted, content, temp):
+            _mend(disk, objects, wanted, content, temp)
+    return wanted
+
+
+def _placed(disk: Disk, objects: Objects, wanted: Generation, content: bytes, temp: Path) -> bool:
+    """Bring everything and put it in its place; False when another fetch was there first."""
+    entries = {entry.path: entry for entry in wanted.manifest.files}
+    for entry in entries.values():
+        _bring(disk, objects, wanted.name, entry, temp)
+    disk.write_file(temp / FILE_NAME, content)
+    for inner in sorted({(temp / path).parent for path in entries}):
+        disk.sync_folder(inner)
+    disk.sync_folder(temp)
+    try:
+        disk.rename(temp, wanted.folder)
+    except StorageFailed:
+        if not wanted.folder.is_dir():
+            raise
+        return False
+    disk.sync_folder(wanted.folder.parent)
+    return True
+
+
+def _mend(disk: Disk, objects: Objects, there: Generation, content: bytes, temp: Path) -> None:
+    """Bring again what is not whole of a folder that is there. A reader keeps the file that it mapped."""
+    for entry in {item.path: item for item in there.manifest.files}.values():
+        if damage_of(there, entry) is not None:
+            path = there.folder / entry.path
+            _bring(disk, objects, there.name, entry, temp)
+            disk.make_folder(path.parent)
+            disk.rename(temp / entry.path, path)
+            disk.sync_folder(path.parent)
+    path = there.folder / FILE_NAME
+    if not path.is_file() or path.read_bytes() != content:
+        disk.write_file(temp / FILE_NAME, content)
+        disk.rename(temp / FILE_NAME, path)
+        disk.sync_folder(there.folder)
+
+
+def _bring(disk: Disk, objects: Objects, name: str, entry: FileEntry, temp: Path) -> None:
+    key, path = _key(name, entry), temp / entry.path
+    disk.make_folder(path.parent)
+    try:
+        objects.get_file(key, path)
+    except StorageFailed as fault:
+        raise StorageFailed(f"{fault}; {_sent_again(objects, name)}") from fault
+    found = file_sha256(path)
+    if found != entry.sha256:
+        raise CorruptionFound(
+            f"s3://{objects.root}/{key}, the copy of {entry.label} of shard {name!r}, is damaged: its bytes have sha256 "
+            f"{found}; {_sent_again(objects, name)}"
+        )
+    disk.sync_file(path)
+
+
+def _sent_again(objects: Objects, name: str) -> str:
+    return (
+        f"where the shard is, `fabric receipt push {name} --to {_url(objects)} --verify` reads every object "
+        "back and sends again what is missing or damaged"
     )
 
 
-def _manifest(objects: Objects, name: str, pointer: Pointer) -> ShardManifest:
-    key = f"{name}/g{pointer.generation:06d}-t{pointer.token}.json"
+@contextmanager
+def _own_folder(disk: Disk, folder: Path, label: str) -> Iterator[Path]:
+    """A folder of this fetch alone, gone afterwards; what killed ones left beside it goes first."""
+    sweep_scratch(disk, folder, f".g*{FETCHED}*")
+    temp = folder / f".{label}{FETCHED}{uuid.uuid4().hex[:12]}"
+    disk.make_folder(temp)
+    with reading(temp):  # so that nobody takes it for a killed one's
+        try:
+            yield temp
+        finally:
+            if temp.is_dir():
+                disk.remove_folder(temp)
+
+
+def _manifest(objects: Objects, name: str, pointer: Pointer) -> tuple[ShardManifest, bytes]:
+    key = f"{name}/{folder_name(pointer.generation, pointer.token)}.json"
     read = objects.read(key)
     said = pointer.manifest_sha256  # empty where neither pointer nor database knows it
     if read is None or (said and hashlib.sha256(read[0]).hexdigest() != said):
-        raise CorruptionFound(f"{key} is not the manifest that was published with {said[:12]}")
-    return ShardManifest.from_json(json.loads(read[0]), key)
+        what = "is not there" if read is None else f"is not the manifest with sha256 {said[:12]}"
+        raise CorruptionFound(f"s3://{objects.root}/{key} {what}; {_sent_again(objects, name)}")
+    try:
+        return ShardManifest.from_json(json.loads(read[0]), key), read[0]
+    except (ValueError, AttributeError) as fault:
+        raise CorruptionFound(f"{key} is no manifest: {fault}") from fault
 
 
 def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
-    read = objects.read(f"{name}/{POINTER}")
+    key = f"{name}/{POINTER}"
+    read = objects.read(key)
     if read is None:
         return None
     try:
-        return Pointer(**json.loads(read[0])), read[1]
+        found = Pointer(**json.loads(read[0]))
+        numbers = (found.generation, found.token, found.prunes)
+        if {*map(type, numbers)} != {int} or not isinstance(found.manifest_sha256, str):
+            raise TypeError("its fields are of other types")
     except (ValueError, TypeError) as fault:
-        raise CorruptionFound(f"{name}/{POINTER} is no pointer: {fault}") from fault
+        raise CorruptionFound(
+            f"s3://{objects.root}/{key} is no pointer: {fault}; remove the object, and `fabric receipt push {name} --to "
+            f"{_url(objects)}` writes it anew"
+        ) from fault
+    return found, read[1]
 
 
 def _require_newer(name: str, pointer: Pointer, before: Pointer | None) -> None:

@@ -24,6 +24,7 @@ from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
 from fabric_pipelines.errors import CorruptionFound, TransientError, UsageError
 from fabric_pipelines.shards.building import (
     LEASE_TTL_S,
+    Beat,
     build_next,
     full_recipe,
     holding,
@@ -37,6 +38,7 @@ from fabric_pipelines.shards.issuing import receipt_for_child
 from fabric_pipelines.shards.manifest import ShardManifest
 from fabric_pipelines.shards.probing import K, as_base, probed
 from fabric_pipelines.shards.quality import BASE_RECALL
+from fabric_pipelines.shards.scrub import require_whole
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
@@ -105,8 +107,8 @@ class Audit:
 
 def audit(db: Database | VectorStore, root: Path, name: str) -> Audit:
     """Compare the current generation of shard `name` with its source by bucket sums and digests, and keep what
-    was found beside the change log, which counts again from here on. Raises CorruptionFound when the
-    generation cannot be read, UsageError for one whose hash is of an older version."""
+    was found beside the change log, which counts again from here on. Raises CorruptionFound when a file of the
+    generation is gone or damaged, UsageError for one whose hash is of an older version."""
     store = store_of(db)
     generation = open_generation(store, root, name)
     manifest = generation.manifest
@@ -118,6 +120,7 @@ def audit(db: Database | VectorStore, root: Path, name: str) -> Audit:
     source = source_of(manifest.source)
     store.watch(source)
     with Shard(generation) as shard:
+        require_whole(generation)  # what differs because it rotted did not move
         moved = moved_by_buckets(store, source, shard)
         change = change_of(shard, moved.ids, moved.rows, moved.state)
         gone = np.concatenate(
@@ -176,11 +179,18 @@ class _Refresh:
         try:
             generation = open_generation(self.store, self.root, self.lease.name)
             with Shard(generation) as parent:
-                moved = self._moved(stale, parent)
-                change = change_of(parent, moved.ids, moved.rows, moved.state)
-                if not change.rows and stale.verdict not in ("age", "quality"):
+                moved = self._moved_by_log(stale)
+                if moved is not None and not len(moved.ids):
                     return self._unmoved(generation, moved, stale)
-                return self._incremented(parent, change, moved)
+                # Every byte of the parent that something is made of from here on, and each once: a bit that
+                # flipped would go over into a file whose digest is right.
+                hashed = require_whole(generation, Beat(self.store, self.lease))
+                if moved is None:
+                    moved = moved_by_buckets(self.store, self.source, parent)
+                change = change_of(parent, moved.ids, moved.rows, moved.state)
+                if not change.rows:
+                    return self._unmoved(generation, moved, stale)
+                return self._incremented(parent, change, moved, hashed)
         except CorruptionFound as fault:
             return self.full(f"the generation before cannot be read: {fault}")
 
@@ -200,13 +210,12 @@ class _Refresh:
             return f"{stale.moved_fraction:.1%} of the rows moved"
         return ""
 
-    def _moved(self, stale: Staleness, parent: Shard) -> Moved:
-        """By the log where it reaches, else by bucket sums."""
-        if stale.log == "complete":
-            moved = self.store.read_moved(self.lease.name, self.row.generation, self.source)
-            if moved.complete:
-                return moved
-        return moved_by_buckets(self.store, self.source, parent)
+    def _moved_by_log(self, stale: Staleness) -> Moved | None:
+        """None where the log does not reach."""
+        if stale.log != "complete":
+            return None
+        moved = self.store.read_moved(self.lease.name, self.row.generation, self.source)
+        return moved if moved.complete else None
 
     def _unmoved(self, generation: Generation, moved: Moved, stale: Staleness) -> Refreshed:
         """Rows are as they were: say so, so that the log counts from here on."""
@@ -223,7 +232,9 @@ class _Refresh:
             )
         return Refreshed(generation, "none", "", 0, 0)
 
-    def _incremented(self, parent: Shard, change: Change, moved: Moved) -> Refreshed:
+    def _incremented(
+        self, parent: Shard, change: Change, moved: Moved, hashed: frozenset[str]
+    ) -> Refreshed:
         fraction = change.rows / max(self.current.rows, 1)
         if fraction > MOVED_FRACTION_MAX:
             return self.full(f"{fraction:.1%} of the rows moved")
@@ -245,7 +256,7 @@ class _Refresh:
             parents=parents,
         )
         assert manifest.rows + sum(manifest.quarantined.values()) == manifest.source["rows"]
-        return self._published(parent, manifest, grown, change)
+        return self._published(parent, manifest, grown, change, hashed)
 
     def _base_recall(self, parent: Shard) -> str:
         """Of the full build that `parent` is or was laid over; measured now where no receipt has kept it."""
@@ -260,7 +271,12 @@ class _Refresh:
         return as_base(probed(parent))
 
     def _published(
-        self, parent: Shard, manifest: ShardManifest, grown: Grown, change: Change
+        self,
+        parent: Shard,
+        manifest: ShardManifest,
+        grown: Grown,
+        change: Change,
+        hashed: frozenset[str],
     ) -> Refreshed:
         self.store.renew_shard(self.lease, ttl_s=LEASE_TTL_S)
         folder, linked = write_generation(
@@ -269,6 +285,7 @@ class _Refresh:
             manifest,
             grown.blocks(),
             parent.generation.folder,
+            hashed,
         )
         sha256 = hashlib.sha256(manifest.to_bytes()).hexdigest()
         generation = Generation(folder, manifest, sha256, linked)

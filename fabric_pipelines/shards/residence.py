@@ -33,6 +33,7 @@ from fabric_pipelines.shards import canary
 from fabric_pipelines.shards.device_copy import DeviceCopy
 from fabric_pipelines.shards.disk import locked
 from fabric_pipelines.shards.generation import Generation, shard_folder
+from fabric_pipelines.shards.scrub import damage_of
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, store_of
 
@@ -106,6 +107,7 @@ class Residence:
                 readers=readers,
                 beat=self._beat_and_require,
             )
+            self._hash_the_rest(generation)
             with self._guard:
                 self._open.append(shard)
             self._ask_canaries(shard)
@@ -166,6 +168,15 @@ class Residence:
 
     def _beat_and_require(self) -> None:
         self.beat()
+
+    def _hash_the_rest(self, generation: Generation) -> None:
+        """Tombstones, centroids and whatever else is not on the card, where what came back was hashed."""
+        for entry in generation.manifest.files:
+            if entry.role.removeprefix("layer_") not in ("vectors", "ids"):
+                self._beat_and_require()
+                damage = damage_of(generation, entry)
+                if damage is not None:
+                    raise CorruptionFound(str(damage))
 
     def _publish(self, generation: Generation) -> None:
         try:

@@ -7,7 +7,7 @@ repairs nothing: a generation is immutable, the remedy is a rebuild.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,20 +55,48 @@ def scrub(
 def damaged_files(generation: Generation) -> Iterator[Difference]:
     """One difference a damaged file."""
     for entry in generation.manifest.files:
-        path = generation.folder / entry.path
-        if not path.is_file():
-            yield Difference(entry.path, entry.sha256, "missing", f"{entry.label} is missing")
-            continue
+        found = damage_of(generation, entry)
+        if found is not None:
+            yield found
+
+
+def damage_of(generation: Generation, entry: FileEntry) -> Difference | None:
+    """What is wrong with one file, which is hashed now; None where nothing is."""
+    path = generation.folder / entry.path
+    if not path.is_file():
+        return Difference(entry.path, entry.sha256, "missing", f"{entry.label} is missing")
+    try:
         found = file_sha256(path)
-        if found != entry.sha256:
-            where = _where(generation, entry, path)
-            yield Difference(
-                entry.path,
-                entry.sha256,
-                found,
-                f"{entry.label} of generation {generation.number} is damaged {where}: its bytes have "
-                f"sha256 {found}",
+        if found == entry.sha256:
+            return None
+        where = _where(generation, entry, path)
+    except OSError as fault:  # a sector that the disk cannot read any more
+        said = f"{entry.label} of generation {generation.number} cannot be read: {fault.strerror}"
+        return Difference(entry.path, entry.sha256, "unreadable", said)
+    return Difference(
+        entry.path,
+        entry.sha256,
+        found,
+        f"{entry.label} of generation {generation.number} is damaged {where}: its bytes have "
+        f"sha256 {found}",
+    )
+
+
+def require_whole(
+    generation: Generation, beat: Callable[[], None] = lambda: None
+) -> frozenset[str]:
+    """Paths of the files of `generation`, each hashed once, now: for whoever makes something of what they say.
+    CorruptionFound names the first that is gone or damaged. `beat` is called between files."""
+    entries = {entry.path: entry for entry in generation.manifest.files}
+    for entry in entries.values():
+        beat()
+        damage = damage_of(generation, entry)
+        if damage is not None:
+            raise CorruptionFound(
+                f"a file is gone or damaged: {damage}; "
+                f"`fabric receipt refresh {generation.name} --anew` builds the shard from its source"
             )
+    return frozenset(entries)
 
 
 def _where(generation: Generation, entry: FileEntry, path: Path) -> str:

@@ -248,7 +248,15 @@ class Shard:
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(self.stored, np.bool_)
         for entry in self.manifest.of_role("tombstones"):
-            alive[self._map(entry, "<i8", (entry.rows,))] = False
+            dead = self._map(entry, "<i8", (entry.rows,))
+            inside = (dead >= 0) & (dead < self.stored)
+            alive[dead[inside]] = False
+            if not inside.all() or self.stored - int(alive.sum()) != len(dead):
+                raise CorruptionFound(
+                    f"{self.generation.folder / entry.path} is damaged: its tombstones are not {len(dead)} different "
+                    f"ones of {self.stored} stored rows; `fabric receipt refresh {self.manifest.name} --anew` builds "
+                    "the shard from its source"
+                )
         return alive
 
     def _stored_columns(self) -> pa.Table:

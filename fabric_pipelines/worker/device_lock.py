@@ -1,7 +1,8 @@
 """One device runs one engine: an exclusive flock per device, refused with the holder's pid.
 
 The kernel drops a flock with its process, so a killed worker never leaves a device locked. A CUDA device is
-locked for the whole machine, since every home shares the card; a "cpu:N" slot only within its home.
+locked for the whole machine, since every home shares the card, and by the card's own id (device.energy.card_of), whatever
+number it has here; a "cpu:N" slot only within its home. A device has one spelling.
 
 The lock file carries an id of its own beside its holder. With the machine's boot it names the place that the holder
 has to itself, so that a broker which hears of a new holder need not wait for the one before.
@@ -22,7 +23,8 @@ from fabric_pipelines.errors import AlreadyRunning, StorageFailed, UsageError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PLACE_LINE = re.compile(r"place ([0-9a-f]{32})")
-DEVICE_NAME = re.compile(r"(cpu|cuda):(\d+)")
+DEVICE_NAME = re.compile(r"(cpu|cuda):(0|[1-9][0-9]{0,5})")
+NOT_IN_A_FILE_NAME = re.compile(r"[^A-Za-z0-9-]")
 
 
 def device_kind(device: str) -> str:
@@ -33,20 +35,21 @@ def device_kind(device: str) -> str:
     return match.group(1)
 
 
-def lock_path(device: str, runtime_dir: Path) -> Path:
-    name = f"device-{device.replace(':', '-')}.lock"
-    if device_kind(device) == "cuda":
-        return Path(tempfile.gettempdir()) / f"fabric-{name}"
-    return runtime_dir / name
+def lock_path(device: str, runtime_dir: Path, card: str = "") -> Path:
+    """card: id of the card that a CUDA device is; its number where nothing tells more."""
+    kind = device_kind(device)
+    which = NOT_IN_A_FILE_NAME.sub("_", card or device.partition(":")[2])
+    name = f"device-{kind}-{which}.lock"
+    return Path(tempfile.gettempdir()) / f"fabric-{name}" if kind == "cuda" else runtime_dir / name
 
 
 class DeviceLock:
-    """`with DeviceLock("cuda:0", engine, runtime_dir): ...`; AlreadyRunning names device, engine and pid."""
+    """`with DeviceLock("cuda:0", engine, runtime_dir, card): ...`; AlreadyRunning names device, engine and pid."""
 
-    def __init__(self, device: str, engine: str, runtime_dir: Path) -> None:
+    def __init__(self, device: str, engine: str, runtime_dir: Path, card: str = "") -> None:
         self._device = device
         self._engine = engine
-        self._path = lock_path(device, runtime_dir)
+        self._path = lock_path(device, runtime_dir, card)
         self._fd = -1
         self.place = ""  # while the lock is held: what no other process of any machine holds
 

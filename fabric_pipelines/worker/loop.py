@@ -23,9 +23,13 @@ from fabric_pipelines.errors import (
     BrokerUnavailable,
     EngineBusy,
     EngineFailed,
+    FabricError,
+    SchemaError,
     TransientError,
 )
+from fabric_pipelines.records.arrow import require_schema
 from fabric_pipelines.records.batch import Budget
+from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
@@ -93,7 +97,7 @@ class Source(Protocol):
 class Pace:
     """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
     at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
-    a broker that is away; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
+    a broker that is away, or for a step; an engine that makes no progress for `stall_s` is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
     longer than `patience_s`, since nobody would start it for a worker that is about to end."""
 
     heartbeat_s: float = 5.0
@@ -105,6 +109,7 @@ class Pace:
     retry_s: float = 0.1
     retry_max_s: float = 5.0
     drain_s: float = 45.0  # below what a supervisor grants before it kills
+    stall_s: float = 600.0  # below the pulse's, which then lets the leases run out
     report_s: float = 30.0
     patience_s: float = 30.0
     until_idle: bool = False
@@ -122,7 +127,8 @@ class Meter(Protocol):
 
 class WorkerLoop:
     """One engine, one device, one session. `run` returns the counters; EngineFailed leaves it after the
-    unfinished work was nacked and the finished work sent. `request_stop` is safe in a signal handler."""
+    unfinished work was nacked and the finished work sent, also for an exception that nobody foresaw; another FabricError
+    goes through, its leases given back. `request_stop` is safe in a signal handler."""
 
     def __init__(
         self,
@@ -165,6 +171,8 @@ class WorkerLoop:
         self._source_is_dry = False
         self._suspect_inside = False
         self._why_away = self._why_held = ""
+        self._moved_s: float | None = None
+        self._progress: tuple[float, ...] = ()
 
     @property
     def last_step_s(self) -> float:
@@ -189,11 +197,21 @@ class WorkerLoop:
         try:
             while not self._finished():
                 self.step()
+            self._hand_back("stopped")
         except EngineFailed:
             self._give_up("engine failed")
             raise
+        except FabricError as fault:
+            self._hand_back(f"worker ended: {fault.code}")
+            raise
+        except Exception as fault:
+            self._give_up("engine failed")
+            raise EngineFailed(
+                f"the worker of {self._engine.name} met a fault that nobody foresaw ({type(fault).__name__}: {fault}): "
+                "what had ended was sent, the rest goes back"
+            ) from fault
         finally:
-            self._deliver()
+            self._deliver_last()
             self._detach()
             self.counts.undelivered = self.outbox.tasks
             self.counts.seconds = self._now() - self._started_s
@@ -232,7 +250,7 @@ class WorkerLoop:
         if self._stopping:
             self._stop_s = self._stop_s if self._stop_s is not None else self._now()
             drained = not len(self.supply) and not self.outbox.tasks
-            gave_up = not self.supply.inside and self._now() - self._stop_s > self._pace.drain_s
+            gave_up = self._now() - self._stop_s > self._pace.drain_s
             return drained or gave_up
         idle = self._source_is_dry and not len(self.supply) and not self.outbox.tasks
         return self._pace.until_idle and idle
@@ -371,14 +389,41 @@ class WorkerLoop:
         while not self._attached and self._now() < until_s:
             self._attach(self._now())
             self._wait(0.0 if self._attached else max(self._retry_s - self._now(), 0.001))
-        self._deliver()
-        waiting = self.supply.drop_waiting()
-        withdrawn = self._engine.withdraw_unstarted()
+        self._deliver_last()
+        unstarted, inside = self._let_go()
+        self._nack(unstarted, reason)
+        self._nack(inside, reason, attempted=True)
+
+    def _hand_back(self, reason: str) -> None:
+        """The worker ends, not by its engine: nothing is to blame for what is still in hand."""
+        if len(self.supply):
+            LOG.warning("%d tasks go back: %s", len(self.supply), reason)
+            unstarted, inside = self._let_go()
+            self._nack([*unstarted, *inside], reason)
+
+    def _let_go(self) -> tuple[list[int], list[int]]:
+        """Everything in hand: what did not start, and what did."""
+        unstarted = self.supply.drop_waiting()
+        try:
+            withdrawn = [n for n in self._engine.withdraw_unstarted() if self.supply.is_inside(n)]
+        except Exception as fault:  # noqa: BLE001 - an engine beyond use may not even say what it holds
+            LOG.warning("%s does not give back what it did not start: %s", self._engine.name, fault)
+            withdrawn = []
         self.supply.finish(withdrawn)
         inside = self.supply.task_ids()
         self.supply.finish(inside)
-        self._nack([*waiting, *withdrawn], reason)
-        self._nack(inside, reason, attempted=True)
+        return [*unstarted, *withdrawn], inside
+
+    def _deliver_last(self) -> None:
+        """As _deliver, for a worker that ends: results that the broker will not take are given back as failed attempts,
+        for nobody else sends them."""
+        try:
+            self._deliver()
+        except Exception as fault:  # noqa: BLE001 - what ended the worker is on its way up
+            tasks = self.outbox.task_ids()
+            LOG.error("%d results are not taken, their tasks go back: %s", len(tasks), fault)
+            self.outbox.clear()
+            self._nack(tasks, "result not taken", attempted=True)
 
     def _detach(self) -> None:
         """Nothing is in hand any more: the broker need not wait for this session's time to run out."""
@@ -515,6 +560,7 @@ class WorkerLoop:
 
     def _compute(self) -> None:
         if not self.supply.inside:
+            self._moved_s = None
             if not self._finished():
                 self._wait(self._pause())
             return
@@ -525,8 +571,25 @@ class WorkerLoop:
         self.counts.fill_s += polled_s * filled
         for batch in batches:
             self._collect(batch)
+        self._require_progress()
         if not self.supply.inside:
             self._empty_since_s = self._now()
+
+    def _require_progress(self) -> None:
+        """EngineFailed when nothing has moved for the pace's stall_s: no result, no step, no token."""
+        stats, counts = self._engine.stats, self.counts
+        progress: tuple[float, ...] = (
+            *(counts.ok, counts.refused, counts.failed, stats.tasks, stats.steps),
+            *(stats.generated_tokens, stats.extra.get("steps", 0.0)),
+        )
+        now = self._now()
+        if self._moved_s is None or progress != self._progress:
+            self._moved_s, self._progress = now, progress
+        elif now - self._moved_s > self._pace.stall_s:
+            raise EngineFailed(
+                f"engine {self._engine.name} made no progress for {now - self._moved_s:.0f} s with "
+                f"{self.supply.inside} tasks inside: its step hangs, so the worker ends and its leases go back"
+            )
 
     def _places_taken(self) -> float:
         """Share of the batch that could be computing now, by sequences or by cache, whichever is fuller."""
@@ -548,6 +611,12 @@ class WorkerLoop:
         return min(max(due - self._now(), 0.001), self._pace.ask_again_max_s)
 
     def _collect(self, batch: pa.RecordBatch) -> None:
+        try:
+            require_schema(batch, COMPLETION_SCHEMA, "a result")
+        except SchemaError as fault:
+            raise EngineFailed(
+                f"engine {self._engine.name} returned what is no completion batch ({fault})"
+            ) from fault
         tasks: list[int] = batch.column("task_id").to_pylist()
         stray = [task for task in tasks if not self.supply.is_inside(task)]
         if stray or len(set(tasks)) != len(tasks):

@@ -57,5 +57,8 @@ class Outbox:
             self.size -= batch.nbytes
         self.oldest_s = now_s if self._batches else None
 
+    def clear(self) -> None:
+        self.confirm(len(self._batches), 0.0)
+
     def task_ids(self) -> list[int]:
         return [int(task) for batch in self._batches for task in batch.column("task_id").to_numpy()]

@@ -28,6 +28,7 @@ from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.device_lock import device_kind
 from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.engines.names import folder_of
 
 NEAR_BEST = 0.97
 GIVE_UP = (
@@ -250,7 +251,7 @@ def _field(path: Path, name: str) -> str:
 
 
 def _place(cache: Path, engine: str, device: str) -> Path:
-    return cache / PROFILES / engine / f"{device.replace(':', '-')}.json"
+    return folder_of(cache / PROFILES, engine) / f"{device.replace(':', '-')}.json"
 
 
 def keep(probed: Probed, cache: Path) -> Path:

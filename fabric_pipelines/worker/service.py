@@ -23,7 +23,7 @@ from typing import Any
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.clock import SYSTEM_CLOCK
 from fabric_pipelines.device import calls
-from fabric_pipelines.device.energy import CardMeter, visible
+from fabric_pipelines.device.energy import CardMeter, card_id, visible
 from fabric_pipelines.errors import DeviceRefused, ManifestRefused
 from fabric_pipelines.models import contents
 from fabric_pipelines.records.manifest import EngineManifest
@@ -39,6 +39,9 @@ from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, pr
 from fabric_pipelines.worker.pulse import Pulse
 
 LOG = logging.getLogger("fabric.worker")
+CLOSE_S = (
+    10.0  # beyond what an engine's step takes on the way out, and below a supervisor's patience
+)
 
 
 def require_manifest(engine: Engine, device: str) -> None:
@@ -65,19 +68,23 @@ def run_engine(
     name: str, settings: Settings, *, device: str, until_idle: bool = False
 ) -> dict[str, Any]:
     """The registry's engine `name` as a worker; the exit line's counters."""
-    engine = _constructed(name, settings, device)
-    return run_worker(engine, settings, device=device, until_idle=until_idle)
+    seen = _seen(device)
+    card = card_id(seen) if seen else ""
+    engine = _constructed(name, settings, device, seen)
+    return run_worker(engine, settings, device=device, until_idle=until_idle, card=card)
 
 
 def probe_engine(name: str, settings: Settings, *, device: str) -> tuple[Probed, Path]:
     """Measure an engine as a worker would run it, alone on its device; the profile found and where it is kept."""
-    engine = _constructed(name, settings, device)
+    seen = _seen(device)
+    card = card_id(seen) if seen else ""
+    engine = _constructed(name, settings, device, seen)
     require_manifest(engine, device)
     folder = engine_folder(name, settings.models)
     facts = contents(folder)["facts"]
     layers = facts.get("layers", 0)
     make_runtime_folder(settings.runtime_dir)
-    with DeviceLock(device, engine.name, settings.runtime_dir):
+    with DeviceLock(device, engine.name, settings.runtime_dir, card):
         engine.open()
         try:
             probed = probe(
@@ -91,27 +98,42 @@ def probe_engine(name: str, settings: Settings, *, device: str) -> tuple[Probed,
     return probed, keep(probed, settings.models)
 
 
-def _constructed(name: str, settings: Settings, device: str) -> Engine:
+def _seen(device: str) -> str:
+    """The card that a CUDA device is here and now, as CUDA_VISIBLE_DEVICES takes it; empty for a processor."""
+    return visible(device) if device_kind(device) == "cuda" else ""
+
+
+def _constructed(name: str, settings: Settings, device: str, seen: str) -> Engine:
     kind = device_kind(device)
     if kind == "cuda":
-        # Before any CUDA library loads: the process then sees one card, as its device 0.
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.partition(":")[2])
+        # Before any CUDA library loads: the process then sees one card, the locked one, as its device 0. Numbers are
+        # those of NVML, which counts in PCI order and not by speed; vLLM reads a number where there is one.
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen
     return construct_engine(name, cache=settings.models, threads=settings.threads, device=kind)
 
 
 def run_worker(
-    engine: Engine, settings: Settings, *, device: str, until_idle: bool = False
+    engine: Engine,
+    settings: Settings,
+    *,
+    device: str,
+    until_idle: bool = False,
+    card: str | None = None,
 ) -> dict[str, Any]:
-    """Run until SIGTERM or SIGINT (or until nothing is ready); returns the counters of the exit line."""
+    """Run until SIGTERM or SIGINT (or until nothing is ready); returns the counters of the exit line. card: id of the card
+    that the engine computes on, None = that of `device`."""
     require_manifest(engine, device)
+    if card is None:
+        card = card_id(seen) if (seen := _seen(device)) else ""
     make_runtime_folder(settings.runtime_dir)
     with (
-        DeviceLock(device, engine.name, settings.runtime_dir) as lock,
+        DeviceLock(device, engine.name, settings.runtime_dir, card) as lock,
         _opened(engine, settings, device),
         BrokerClient.of(settings, role="consumer", place=lock.place) as client,
         Waits(settings.waits_dir, f"{engine.name} on {device}", say=LOG.warning) as waits,
         WorkerAccount(settings, engine.name, device, say=LOG.warning) as account,
-        _card_joules(device) as joules,
+        _card_joules(card) as joules,
     ):
         stop = threading.Event()
         heartbeat_s = min(5.0, settings.lease_ms / 3000)
@@ -142,13 +164,13 @@ def run_worker(
 
 
 @contextmanager
-def _card_joules(device: str) -> Iterator[Callable[[], float | None]]:
-    """What the card of `device` has used so far; of a processor, or without NVML, nothing is known."""
-    if device_kind(device) != "cuda":
+def _card_joules(which: str) -> Iterator[Callable[[], float | None]]:
+    """What the card has used so far; of a processor, or without NVML, nothing is known."""
+    if not which:
         yield lambda: None
         return
     try:
-        card = CardMeter(visible(device))
+        card = CardMeter(which)
     except DeviceRefused as fault:
         LOG.warning("%s", fault)
         yield lambda: None
@@ -181,7 +203,24 @@ def _opened(engine: Engine, settings: Settings, device: str) -> Iterator[None]:
             LOG.info("profile as measured on this hardware: %s", measured.as_json())
         yield
     finally:
+        _close(engine)
+
+
+def _close(engine: Engine) -> None:
+    """An engine that still holds tasks may hang in them: it then gets a time to end, and no more."""
+    try:
+        holds = bool(engine.unfinished())
+    except Exception as fault:  # noqa: BLE001 - whatever it says, it must not keep the process
+        LOG.warning("%s does not say what it holds: %s", engine.name, fault)
+        holds = True
+    if not holds:
         engine.close()
+        return
+    ending = threading.Thread(target=engine.close, name="close", daemon=True)
+    ending.start()
+    ending.join(CLOSE_S)
+    if ending.is_alive():
+        LOG.error("%s does not end: the process leaves it behind", engine.name)
 
 
 @contextmanager

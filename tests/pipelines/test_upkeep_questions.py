@@ -82,7 +82,7 @@ def asked_for(instance: dg.DagsterInstance, found: list[Staleness]) -> tuple[int
     """Statements of one look, and the shards that it asks a run for."""
     with statements() as seen:
         upkeep.observations(instance, found)
-        wanted = upkeep._wanted(instance, found)
+        wanted = upkeep._wanted(instance, found, upkeep.heard(instance))
     return len(seen), {str(request.partition_key) for request in wanted}
 
 
@@ -110,7 +110,9 @@ def test_lineage_is_read_in_pages_and_the_newest_event_of_each_shard_counts(
     for generation in (1, 2):
         for name in names:
             known_to_lineage(instance, name, generation)
-    assert upkeep.heard_generations(instance) == dict.fromkeys(names, 2)
+    assert {
+        name: item["generation"] for name, item in upkeep.heard(instance).items()
+    } == dict.fromkeys(names, 2)
     assert upkeep.observed_versions(instance) == dict.fromkeys(names, "2-fresh")
     found = [stale(name, "fresh", 3 if name == "s7" else 2) for name in names]
     assert asked_for(instance, found)[1] == {"s7"}

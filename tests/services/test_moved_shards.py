@@ -16,7 +16,8 @@ from dagster._core.loader import LoadingContextForTest
 from assets import upkeep
 from assets.lineage import require_latest
 from assets.upkeep import CURRENT_KEY, REFRESH_TAG, REPORT_TAG, SOURCE_KEY, moved_shards, source
-from fabric_pipelines import shards
+from fabric_pipelines import receipts, shards
+from fabric_pipelines.dataplane import staleness
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.definitions import build_defs
@@ -46,6 +47,21 @@ class Fabric:
                 ),
                 {"s": SUBMISSIONS[name] * 64, "rows": rows},
             )
+
+    def require_recall(self, name: str, least: float) -> None:
+        """A bound, and a receipt for every generation that says less."""
+        staleness.set_policy(self.database, name, {"min_recall": least})
+        with self.database.session() as connection:
+            connection.execute(
+                "create or replace function public.half() returns trigger language plpgsql as $$ begin "
+                "new.statement := jsonb_set(new.statement, '{predicate,quality,recall_at_10_probed}', '0.5'); "
+                "return new; end $$"
+            )
+            connection.execute(
+                "create or replace trigger half before insert on fabric.receipt for each row "
+                "execute function public.half()"
+            )
+        receipts.issue(self.database, ShardsResource().root, name)
 
     def tick(self) -> list[dg.RunRequest]:
         """One tick, with what the daemon does about its result."""
@@ -323,3 +339,54 @@ def test_what_failed_is_tried_again_after_a_wait_that_doubles(
     clock[0] = time.time()
     fabric.move("alpha", rows=30)  # something else to build: asked for at once
     assert requested(fabric.tick()) == ["alpha"]
+
+
+def test_a_bound_that_new_lists_do_not_reach_is_tried_once_and_said(fabric: Fabric) -> None:
+    """A full build at every tick, for ever, until it was."""
+    fabric.require_recall("alpha", 0.9999999)
+    (wanted,) = fabric.tick()
+    assert fabric.run(wanted).success
+    left = require_latest(fabric.instance, CURRENT_KEY, "alpha")
+    assert (left["generation"], "lower the bound" in left["still_stale"]) == (2, True)
+    for _ in range(2):
+        assert fabric.tick() == []
+        assert fabric.skipped is not None
+        assert fabric.skipped.startswith(
+            "3 shards, 1 stale as a refresh left it. alpha: recall 0.5"
+        )
+    fabric.move("alpha", rows=1)  # below the policy's line, and no reason for another full build
+    assert fabric.tick() == []
+    fabric.require_recall("alpha", 0.999)  # another bound
+    assert requested(fabric.tick()) == ["alpha"]
+
+
+def test_rows_that_nobody_can_watch_are_compared_once_and_then_once_a_day(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fabric.database.session() as connection:
+        connection.execute("create view public.seen as select * from fabric.embed")
+    shards.build(
+        fabric.database, ShardsResource().root, "view", relation="public.seen", lists=4, seed=3,
+        metric="cosine", recipe={"engine": "e"},
+    )  # fmt: skip
+    fabric.tick()
+    (wanted,) = fabric.tick()
+    assert (wanted.partition_key, REPORT_TAG in wanted.tags) == ("view", False)
+    assert fabric.run(wanted).success
+    assert fabric.tick() == []
+    assert fabric.skipped is not None
+    assert "`fabric receipt audit view` compares the rows, at times of your own" in fabric.skipped
+    monkeypatch.setattr(upkeep, "now_s", lambda: time.time() + 86_401)
+    assert requested(fabric.tick()) == ["view"]
+
+
+def test_what_a_refresh_settles_is_asked_for_as_often_as_it_comes_back(fabric: Fabric) -> None:
+    """An audit that found nothing leaves nothing that a later one would be held for."""
+    for _ in range(2):
+        with fabric.database.session() as connection:
+            connection.execute("vacuum full fabric.embed")
+        requests = fabric.tick()
+        assert requested(requests) == list(NAMES)
+        for wanted in requests:
+            assert fabric.run(wanted).success
+        assert fabric.tick() == []

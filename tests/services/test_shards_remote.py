@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from unittest.mock import ANY
 
@@ -16,7 +20,7 @@ from typer.testing import CliRunner
 from fabric_pipelines import settings, shards
 from fabric_pipelines.cli import app
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.objects import Objects
+from fabric_pipelines.dataplane.objects import Kept, Objects
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import (
     AlreadyRunning,
@@ -28,6 +32,8 @@ from fabric_pipelines.errors import (
     UsageError,
 )
 from fabric_pipelines.shards import remote
+from fabric_pipelines.shards.disk import Disk
+from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 from tests.support_completions import pulled_batch
 from tests.support_s3 import environment_of, free_ports, make_bucket, seaweed
@@ -299,6 +305,170 @@ def test_a_damaged_copy_and_a_damaged_original_are_not_handed_on(
     )
     with pytest.raises(CorruptionFound, match="is damaged"):
         remote.fetch(objects, tmp_path / "elsewhere", "notes")
+
+
+# A copy that was damaged
+
+
+def a_block(store: MemoryVectorStore, root: Path, objects: Objects, role: str = "vectors") -> str:
+    manifest = shards.open_generation(store, root, "notes").manifest
+    return remote._key("notes", manifest.of_role(role)[0])
+
+
+def overwrite(objects: Objects, key: str) -> None:
+    """The same size, other bytes, as whoever may write there can."""
+    found = objects.read(key)
+    assert found is not None
+    objects._files.pipe_file(f"{objects.root}/{key}", found[0][:-1] + bytes([found[0][-1] ^ 1]))
+
+
+def refused(objects: Objects, root: Path) -> str:
+    with pytest.raises((CorruptionFound, StorageFailed)) as fault:
+        remote.fetch(objects, root, "notes")
+    assert not [path for path in (root / "notes").glob(".*")]
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("deed", [overwrite, Objects.remove], ids=["other bytes", "gone"])
+def test_a_push_heals_what_a_fetch_refuses_by_name_also_when_the_pointer_is_its_own(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, deed: Any
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    for key in (a_block(built, tmp_path, objects), "notes/g000001-t1.json"):
+        deed(objects, key)
+        said = refused(objects, tmp_path / "elsewhere")
+        assert f"s3://{objects.root}/{key}" in said
+        assert f"`fabric receipt push notes --to s3://{objects.root} --verify`" in said
+        healed = remote.push(built, tmp_path, "notes", objects)
+        assert (healed.files, healed.bytes) == (1, objects.sizes("notes/")[key])
+        assert remote.fetch(objects, tmp_path / key, "notes").number == 1
+    assert remote.push(built, tmp_path, "notes", objects, verify=True).files == 0
+
+
+def test_a_generation_built_anew_is_not_copied_over_damaged_objects(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    """It has the same files, and what is there of the same size is not for that the same."""
+    remote.push(built, tmp_path, "notes", objects)
+    overwrite(objects, a_block(built, tmp_path, objects))
+    objects.remove(a_block(built, tmp_path, objects, "ids"))
+    shards.refresh(built, tmp_path, "notes", anew=True)
+    assert remote.push(built, tmp_path, "notes", objects).files == 2
+    assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 2
+
+
+def test_rot_that_the_store_does_not_tell_is_found_by_reading_back(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    as_it_was = objects.listed("notes/blocks/")
+    overwrite(objects, a_block(built, tmp_path, objects))
+    monkeypatch.setattr(objects, "listed", lambda prefix: as_it_was)
+    assert remote.push(built, tmp_path, "notes", objects).files == 0
+    assert remote.push(built, tmp_path, "notes", objects, verify=True).files == 1
+    assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 1
+
+
+def test_an_etag_that_is_no_digest_is_no_damage(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    odd = {key: replace(kept, etag="of a key") for key, kept in objects.listed("notes/").items()}
+    read: list[str] = []
+    real = objects.sha256
+    monkeypatch.setattr(objects, "listed", lambda prefix: odd)
+    monkeypatch.setattr(objects, "sha256", lambda key: read.append(key) or real(key))
+    assert remote.push(built, tmp_path, "notes", objects).files == 0
+    assert set(read) == {key for key in odd if "/blocks/" in key}
+
+
+def test_a_file_that_goes_up_in_parts_has_the_etag_of_its_parts(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("dataplane.objects", "shards.remote"):
+        monkeypatch.setattr(f"fabric_pipelines.{module}.PART_BYTES", 5 << 20)
+    path = tmp_path / "large"
+    for size in (11 << 20, 1 << 20):
+        path.write_bytes(np.random.default_rng(size).bytes(size))
+        objects.put_file("large", path)
+        sums = remote._Sums.of(path)
+        assert objects.look("large") == Kept(size, sums.etag)
+        assert ("-" in sums.etag) == (size > 10 << 20)
+        assert objects.sha256("large") == sums.sha256
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"generation": "x", "token": null, "manifest_sha256": 3}',
+        b'{"generation": 1, "token": 2, "manifest_sha256": 3}',
+        b'{"generation": true, "token": 2, "manifest_sha256": "00"}',
+        b"[1, 2]",
+    ],
+)
+def test_a_pointer_of_other_types_is_refused_with_its_remedy(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, content: bytes
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    objects._files.pipe_file(f"{objects.root}/notes/CURRENT", content)
+    with pytest.raises(CorruptionFound, match=r"is no pointer: .* remove the object"):
+        remote.fetch(objects, tmp_path / "elsewhere", "notes")
+    with pytest.raises(CorruptionFound, match="is no pointer"):
+        remote.push(built, tmp_path, "notes", objects)
+    objects.remove("notes/CURRENT")
+    remote.push(built, tmp_path, "notes", objects)
+    assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 1
+
+
+def test_a_fetch_brings_again_what_is_damaged_or_gone_in_the_folder(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    there = remote.fetch(objects, tmp_path / "elsewhere", "notes")
+    paths = [there.folder / there.manifest.of_role(role)[0].path for role in ("vectors", "ids")]
+    paths.append(there.folder / "manifest.json")
+    whole = [path.read_bytes() for path in paths]
+    with shards.Shard(there) as reader:
+        before = reader.search(np.ones((3, DIM)), 9).I
+        for path in paths:
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert remote.fetch(objects, tmp_path / "elsewhere", "notes").folder == there.folder
+        assert [path.read_bytes() for path in paths] == whole
+        np.testing.assert_array_equal(reader.search(np.ones((3, DIM)), 9).I, before)
+    shutil.rmtree(paths[0].parent)
+    paths[2].unlink()
+    remote.fetch(objects, tmp_path / "elsewhere", "notes")
+    assert [path.read_bytes() for path in paths] == whole
+    assert list(damaged_files(there)) == []
+    assert [path.name for path in there.folder.parent.iterdir()] == ["g000001-t1"]
+
+
+def test_of_four_fetches_at_once_each_sees_a_whole_folder_and_nothing_else_is_left(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    folder = tmp_path / "elsewhere" / "notes"
+    killed, young = folder / ".g000001-t1.fetch-0", folder / ".g000001-t1.fetch-1"
+    for left in (killed, young):
+        left.mkdir(parents=True)
+    os.utime(killed, (0, 0))
+    at_once, real = Barrier(4), Disk.rename
+
+    def together(disk: Disk, old: Path, new: Path) -> None:
+        at_once.wait(60)  # all have everything, and none has put it in its place
+        real(disk, old, new)
+
+    monkeypatch.setattr(Disk, "rename", together)
+    with ThreadPoolExecutor(4) as pool:
+        fetching = [
+            pool.submit(remote.fetch, objects, tmp_path / "elsewhere", "notes") for _ in "1234"
+        ]
+        found = [each.result() for each in fetching]
+    assert {each.folder for each in found} == {folder / "g000001-t1"}
+    assert list(damaged_files(found[0])) == []
+    assert {path.name for path in folder.iterdir()} == {"g000001-t1", young.name}
 
 
 def test_a_store_that_ignores_conditions_is_refused(

@@ -212,11 +212,11 @@ WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], tuple[Any, ...], str]] = [
             rf"\['{name}'\] is ",
         )
         for name, wrong in {
-            "temperature": (-0.1, "1", None, True, [0], 1e9),
+            "temperature": (-0.1, 1e-45, "1", None, True, [0], 1e9),
             "top_k": (-1, 1.5, 1.0, "1", None, True, 1 << 31),
-            "top_p": (-0.1, 1.1, "1", None, True),
+            "top_p": (-0.1, 0.0, 0, 1.1, "1", None, True),
             "seed": (-1, 1.5, "1", None, True, 1 << 63),
-            "repetition_penalty": (-1, "1", None, True),
+            "repetition_penalty": (-1, 0, 0.0, 1e7, "1", None, True),
         }.items()
     ),
     ("sampling", SUBMIT, ({"kind": "generate", "x": "y" * (1 << 19)},), "sampling takes 524"),

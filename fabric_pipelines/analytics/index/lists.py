@@ -20,6 +20,9 @@ from fabric_pipelines.analytics.threads import run_side_by_side, workers
 
 TILE_PAIRS = 1 << 18  # 1 MiB of float32 scores a tile
 SHARED_MIN = 2.5  # queries a probed list, above which lists are read for all of them at once
+FLOP_OF_A_TASK = (
+    5e5  # lists of so much work are read one by one even for one query: the exact kind's
+)
 FLOP_FOR_THREADS = 2e7  # below it a pool of threads, 0.2 ms, costs more than it spares
 
 
@@ -116,9 +119,10 @@ class FloatLists:
             return found.candidates()
         sizes = self.sizes()
         flop = 2.0 * self.space.dim * float(sizes[probes[probes >= 0]].sum())
-        aside = flop > FLOP_FOR_THREADS and workers() > 1
-        shared = probes.size >= SHARED_MIN * len(np.unique(probes))
-        if aside or (shared and len(probes) > 1):
+        lists = len(np.unique(probes))
+        shared = len(probes) > 1 and probes.size >= SHARED_MIN * lists
+        if shared or flop > FLOP_OF_A_TASK * lists:
+            aside = flop > FLOP_FOR_THREADS and workers() > 1
             tasks = [(number, whose) for number, whose in probed(probes) if sizes[number]]
             self._list_major(asked, tasks, found, aside)
         else:

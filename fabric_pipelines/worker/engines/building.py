@@ -18,6 +18,7 @@ from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines import tensorrt_plan
 from fabric_pipelines.worker.engines.checkpoint import CHECKPOINTS, describe
+from fabric_pipelines.worker.engines.names import folder_of
 from fabric_pipelines.worker.engines.plans import PLANS, card_capability, folder_name
 from fabric_pipelines.worker.engines.registry import (
     checkpoint_runtime,
@@ -85,6 +86,7 @@ def build(
 ) -> Path:
     """Make the engine `name` ready to open and say where it lies; idempotent. UsageError names what must, or may not,
     be said."""
+    folder_of(cache, name)  # before anything is read or fetched
     ends = ["--eos"] if eos_ids else []
     if plan_runtime(name) is not None:
         _refuse(name, ends, "it generates nothing")
@@ -107,7 +109,7 @@ def _refuse(name: str, given: Sequence[str], why: str) -> None:
 def _describe_checkpoint(
     name: str, declared: Declared, cache: Path, eos_ids: tuple[int, ...]
 ) -> Path:
-    folder = cache / CHECKPOINTS / name
+    folder = folder_of(cache / CHECKPOINTS, name)
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}: put config.json and the weights into it")
     if checkpoint_runtime(name) == "tensorrt_llm" and is_built(folder):
@@ -159,7 +161,7 @@ def _build_plan(
     models.pull(model, cache, progress=progress)
     trunk = models.part_folder(model, TRUNK_PART, cache)
     capabilities = target.capabilities or (card_capability(),)
-    folder = cache / PLANS / name / folder_name(capabilities)
+    folder = folder_of(cache / PLANS, name) / folder_name(capabilities)
     tensorrt_plan.build_plan(
         trt,
         trunk / GRAPH,

@@ -12,7 +12,8 @@ import pyarrow as pa
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.errors import EngineFailed
 from fabric_pipelines.worker.engines.door import EngineStats
-from fabric_pipelines.worker.engines.tasks import Outbox, Outcome, Task
+from fabric_pipelines.worker.engines.faults import told
+from fabric_pipelines.worker.engines.tasks import Outbox, Outcome, Task, failed
 
 
 class RequestDriver(ABC):
@@ -89,7 +90,10 @@ class ByRequest(ABC, Generic[D]):
         return self._outbox.take()
 
     def _outcome(self, answer: Any) -> Outcome:
-        outcome = self._judge(answer)
+        try:
+            outcome = self._judge(answer)
+        except Exception as fault:  # noqa: BLE001 - an answer of an unknown shape is this task's alone
+            outcome = failed(answer.request.task, "EngineFailed", told(fault))
         outcome.started_us, outcome.ended_us = answer.request.added_us, answer.ended_us
         self.stats.tasks += 1
         return outcome

@@ -18,6 +18,7 @@ from fabric_pipelines.ids import digest
 from fabric_pipelines.models.recipes import CONTENTS, MANIFEST, Limits
 from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.worker.engines.names import folder_of
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"  # <model cache>/checkpoints/<engine name>/
@@ -44,7 +45,7 @@ QWEN_7B_SHAPE: Mapping[str, Any] = MappingProxyType(
 
 def checkpoint_folder(name: str, cache: Path) -> Path:
     """Where the engine `name` was described; ModelMissing when it was not."""
-    folder = cache / CHECKPOINTS / name
+    folder = folder_of(cache / CHECKPOINTS, name)
     if not (folder / MANIFEST).exists():
         raise ModelMissing(
             f"engine {name!r} is not described in {folder}: put config.json and its weights there and run "

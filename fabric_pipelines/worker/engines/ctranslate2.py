@@ -100,7 +100,13 @@ class Ctranslate2Engine(SteppingEngine):
             return "max_new_tokens is 0; a generation needs at least 1"
         if int(task.tokens.max()) >= len(self._vocabulary):
             return f"token id {int(task.tokens.max())} is beyond the vocabulary"
-        return sampling_objection(task.sampling)
+        top_k = task.sampling.get("top_k", 0)
+        objection = sampling_objection(task.sampling)
+        if objection is None and not is_greedy(task.sampling) and top_k > len(self._vocabulary):
+            return (
+                f"sampling field top_k is {top_k}, above the vocabulary of {len(self._vocabulary)}"
+            )
+        return objection
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return by_length(pending, self._fits)

@@ -252,9 +252,10 @@ def _faults_as_runtime_errors() -> Iterator[None]:
 
     try:
         yield
+    except state.InvalidArgument as fault:
+        raise ValueError(f"{type(fault).__name__}: {fault}") from fault
     except (
         state.Fail,
-        state.InvalidArgument,
         state.InvalidGraph,
         state.InvalidProtobuf,
         state.NoSuchFile,

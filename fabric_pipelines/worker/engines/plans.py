@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fabric_pipelines.errors import DeviceRefused, ModelMissing
 from fabric_pipelines.models.recipes import CONTENTS, MANIFEST
+from fabric_pipelines.worker.engines.names import folder_of
 
 PLANS = "plans"  # <model cache>/plans/<engine name>/<folder_name>/
 
@@ -33,7 +34,7 @@ def plan_folder(
 ) -> Path:
     """The folder of the plan to open. ModelMissing when none was built, DeviceRefused when several were and none is
     for the card."""
-    home = cache / PLANS / name
+    home = folder_of(cache / PLANS, name)
     folders = sorted(path.parent for path in home.glob(f"*/{MANIFEST}"))
     if not folders:
         raise ModelMissing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,15 @@ PASS_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "embed": frozenset({"kind", "pooling", "normalise"}),
     }
 )
-NUMBERS = (("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("seed", 0))
+# What no engine takes is refused whatever the engine. Below SMALLEST a float32 is 0, by which a runtime divides.
+SMALLEST = 1e-30
+COLDEST = 1e-5  # of a temperature that is not 0: logits over it stay finite
+WHOLE: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"top_k": (0, (1 << 31) - 1), "seed": (0, (1 << 63) - 1)}
+)
+REAL: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"temperature": (0.0, 1e6), "top_p": (SMALLEST, 1.0), "repetition_penalty": (SMALLEST, 1e6)}
+)
 
 
 def sampling_objection(
@@ -28,11 +37,24 @@ def sampling_objection(
     unknown = sorted(set(sampling) - keys)
     if unknown:
         return f"sampling fields {', '.join(unknown)} are unknown to this engine"
-    for name, least in NUMBERS:
-        value = sampling.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            return f"sampling field {name} is {value!r}; it must be a number >= {least}"
+    for name in (*REAL, *WHOLE):
+        if name in sampling and (wanted := wanted_number(name, sampling[name])):
+            return f"sampling field {name} is {sampling[name]!r}; it must be {wanted}"
     return None
+
+
+def wanted_number(name: str, value: object) -> str:
+    """What the number `name` of a sampling must be, where `value` is not that; else empty."""
+    if name in WHOLE:
+        least, most = WHOLE[name]
+        good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return "" if good else f"a whole number from {least} to {most}"
+    low, high = REAL[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and low <= value <= high and math.isfinite(value):  # type: ignore[operator, arg-type]
+        cold = name == "temperature" and 0 < value < COLDEST  # type: ignore[operator]
+        return f"0 or a number from {COLDEST:g} to {high:g}" if cold else ""
+    return f"a number above 0, at most {high:g}" if low else f"a number from 0 to {high:g}"
 
 
 def generation_objection(task: Task, vocab_size: int, keys: frozenset[str]) -> str | None:

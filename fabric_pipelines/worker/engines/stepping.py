@@ -2,28 +2,31 @@
 
 Submitted tasks wait in order; one step at a time runs in the engine's own thread, so `poll` honours its
 timeout and a long step never starves the lease's heartbeat. The next step starts before the results of the
-last one are handed out, and where work can be queued on a device, before they are there (`steps_most`). A runtime error fails the tasks of its step, each by name; after
-FAILED_STEPS_MAX in a row the engine declares itself broken.
+last one are handed out, and where work can be queued on a device, before they are there (`steps_most`). Any fault of the library fails the tasks of its step, each by name; after FAILED_STEPS_MAX
+faults in a row that are no judgement of those tasks (`faults`) the engine declares itself broken.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import EngineFailed, ManifestRefused
+from fabric_pipelines.errors import EngineFailed, FabricError, ManifestRefused
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
+from fabric_pipelines.worker.engines.one_thread import OneThread
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
     Outcome,
@@ -34,6 +37,7 @@ from fabric_pipelines.worker.engines.tasks import (
     tasks_of,
 )
 
+LOG = logging.getLogger("fabric.worker")
 FAILED_STEPS_MAX = 3
 
 
@@ -68,8 +72,9 @@ class SteppingEngine(ABC):
         self._pending: list[Task] = []
         self._steps: deque[_Step] = deque()
         self._outbox = Outbox(name, fingerprint)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OneThread | None = None
         self._failed_steps = 0
+        self._fault: EngineFailed | None = None
 
     @abstractmethod
     def _load(self) -> None:
@@ -96,13 +101,15 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _run(self, tasks: list[Task]) -> list[Outcome]:
-        """Compute, in the engine's thread; one outcome a task. RuntimeError fails the whole step."""
+        """Compute, in the engine's thread; one outcome a task. An exception fails the whole step."""
 
     def open(self) -> None:
         if self._thread is None:
             try:
                 self._load()
-            except RuntimeError as fault:
+            except FabricError:
+                raise
+            except Exception as fault:
                 raise EngineFailed(
                     f"{self.name} cannot be loaded ({fault}): delete its folder in the model cache and run "
                     "`fabric models pull` again"
@@ -114,13 +121,13 @@ class SteppingEngine(ABC):
                 raise
             try:
                 self._ready()
-            except RuntimeError as fault:
+            except Exception as fault:
                 self._free()
                 raise EngineFailed(
                     f"{self.name} cannot take a step of its largest size ({fault}): describe it with a smaller "
                     "--max-num-tokens or --max-batch-size"
                 ) from fault
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+            self._thread = OneThread(self.name)
 
     def submit(self, lease: Lease) -> None:
         assert self._thread is not None, f"{self.name} is not open"
@@ -138,18 +145,28 @@ class SteppingEngine(ABC):
         too_long = oversized(task, self.manifest, self.name)
         if too_long is not None:
             return too_long
-        objection = self._objection(task)
+        try:
+            objection = self._objection(task)
+        except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
+            objection = f"it cannot be judged ({told(fault)})"
         return None if objection is None else refused(task, "error", "UsageError", objection)
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         assert self._thread is not None, f"{self.name} is not open"
+        if self._fault is not None:
+            raise self._fault
         self._start_steps()
         if self._steps and not self._outbox.outcomes:
             wait([self._steps[0].future], timeout_s)
         if self._steps and self._steps[0].future.done():
             finished = self._steps.popleft()
             self._start_steps()
-            self._collect(finished)
+            try:
+                self._collect(finished)
+            except EngineFailed as fault:
+                if not self._outbox.outcomes:
+                    raise
+                self._fault = fault  # what ended before it is handed out first
         return self._outbox.take()
 
     def _start_steps(self) -> None:
@@ -162,7 +179,7 @@ class SteppingEngine(ABC):
             started_us = self._clock.wall_us()
             self._steps.append(_Step(tasks, self._begin(tasks, self._thread), started_us))
 
-    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+    def _begin(self, tasks: list[Task], thread: OneThread) -> Future[list[Outcome]]:
         return thread.submit(self._timed_run, tasks)
 
     def _timed_run(self, tasks: list[Task]) -> list[Outcome]:
@@ -175,21 +192,39 @@ class SteppingEngine(ABC):
     def _collect(self, step: _Step) -> None:
         try:
             outcomes = step.future.result()
-            assert len(outcomes) == len(step.tasks), "one outcome a task"
-            self._failed_steps = 0
-        except (RuntimeError, MemoryError) as fault:
-            self._failed_steps += 1
-            if self._failed_steps >= FAILED_STEPS_MAX:
-                self._pending = [*step.tasks, *self._pending]  # they stay unfinished
+        except AssertionError:  # a bug of ours, no fault of a library
+            raise
+        except Exception as fault:  # noqa: BLE001 - libraries raise what they like; `faults` tells what it means
+            self._require_whole(step, fault)
+            outcomes = [failed(task, "EngineFailed", told(fault)) for task in step.tasks]
+        else:
+            if {id(outcome.task) for outcome in outcomes} != {id(task) for task in step.tasks}:
+                self._pending = [*step.tasks, *self._pending]
                 raise EngineFailed(
-                    f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
-                ) from fault
-            outcomes = [failed(task, "EngineFailed", str(fault)) for task in step.tasks]
+                    f"{self.name} gave {len(outcomes)} results to {len(step.tasks)} tasks, not one each: "
+                    "its results cannot be trusted"
+                )
+            self._failed_steps = 0
         ended_us = self._clock.wall_us()
         for outcome in outcomes:
             outcome.started_us, outcome.ended_us = step.started_us, ended_us
         self.stats.tasks += len(outcomes)
         self._outbox.outcomes.extend(outcomes)
+
+    def _require_whole(self, step: _Step, fault: Exception) -> None:
+        """EngineFailed when `fault` means the engine itself; the step's tasks then stay unfinished."""
+        if is_judgement(fault):
+            LOG.warning("%s failed a step of %d tasks: %s", self.name, len(step.tasks), told(fault))
+            return
+        self._failed_steps += 1
+        if ends_engine(fault):
+            why = f"{self.name} is broken: {fault}"
+        elif self._failed_steps >= FAILED_STEPS_MAX:
+            why = f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
+        else:
+            return
+        self._pending = [*step.tasks, *self._pending]
+        raise EngineFailed(why) from fault
 
     def unfinished(self) -> list[int]:
         running = [task for step in self._steps for task in step.tasks]
@@ -202,6 +237,6 @@ class SteppingEngine(ABC):
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown()
             self._thread = None
             self._free()

@@ -26,6 +26,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.cuts import in_order
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import pass_objection
 from fabric_pipelines.worker.engines.stepping import FAILED_STEPS_MAX
@@ -224,14 +225,21 @@ class TensorRtEngine:
         too_long = oversized(task, self.manifest, self.name)
         if too_long is not None:
             return too_long
-        facts = self._folder.facts
-        objection = pass_objection(task, {"hidden"}, facts["vocab_size"], max(self._layers))
+        try:
+            objection = self._objection(task)
+        except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
+            objection = f"it cannot be judged ({told(fault)})"
+        return None if objection is None else refused(task, "error", "UsageError", objection)
+
+    def _objection(self, task: Task) -> str | None:
+        vocab_size = self._folder.facts["vocab_size"]
+        objection = pass_objection(task, {"hidden"}, vocab_size, max(self._layers))
         if objection is None:
             absent = [n for n in task.sampling["layers"] if n not in self._layers]
             if absent:
                 has = ", ".join(str(layer) for layer in self._layers)
                 objection = f"layers {absent} are not in this plan; it was built with {has}"
-        return None if objection is None else refused(task, "error", "UsageError", objection)
+        return objection
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         assert self._slots, f"{self.name} is not open"
@@ -283,10 +291,16 @@ class TensorRtEngine:
             self._busy_since_s = self._clock.monotonic_s()
         try:
             self._enqueue(slot)
-        except RuntimeError as fault:
-            slot.event.record()
+        except (
+            AssertionError,
+            AttributeError,
+        ):  # a bug of ours, or a library without a name of its contract
+            raise
+        except Exception as fault:  # noqa: BLE001 - `faults` tells what it means
+            if not ends_engine(fault):
+                slot.event.record()
             slot.settling = True
-            self._step_failed(slot, str(fault))
+            self._step_failed(slot, fault)
 
     def _enqueue(self, slot: _Slot) -> None:
         """Everything of a step, on the slot's stream. RuntimeError when TensorRT will not have it."""
@@ -336,13 +350,14 @@ class TensorRtEngine:
             slot, [with_vector(task, row, 0) for task, row in zip(tasks, vectors, strict=True)]
         )
 
-    def _step_failed(self, slot: _Slot, why: str) -> None:
-        self._failed_steps += 1
-        if self._failed_steps >= FAILED_STEPS_MAX:
-            raise EngineFailed(
-                f"{self.name} failed {self._failed_steps} steps in a row, last with: {why}"
-            )
-        self._end(slot, [failed(task, "EngineFailed", why) for task in slot.tasks])
+    def _step_failed(self, slot: _Slot, fault: Exception) -> None:
+        if not is_judgement(fault):
+            self._failed_steps += 1
+            if ends_engine(fault) or self._failed_steps >= FAILED_STEPS_MAX:
+                raise EngineFailed(
+                    f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
+                ) from fault
+        self._end(slot, [failed(task, "EngineFailed", told(fault)) for task in slot.tasks])
 
     def _end(self, slot: _Slot, outcomes: Sequence[Outcome]) -> None:
         ended_us = self._clock.wall_us()

@@ -26,6 +26,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.by_request import ByRequest
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.faults import told
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
     SAMPLING_KEYS,
@@ -114,7 +115,7 @@ class TensorRtLlmEngine(ByRequest[Driver]):
         self._library, self._api, backend = _import(built=is_built(self._folder.path))
         try:
             self.llm = backend.LLM(**self._arguments())
-        except (RuntimeError, ValueError, OSError) as fault:
+        except Exception as fault:
             raise EngineFailed(f"{self.name} cannot be loaded by TensorRT-LLM: {fault}") from fault
         try:
             require_agreement(self.manifest, self.name, self.introspect())
@@ -212,15 +213,25 @@ class TensorRtLlmEngine(ByRequest[Driver]):
         for task in tasks_of(lease):
             self.stats.offered_tokens += task.length
             refusal = oversized(task, self.manifest, self.name)
-            objection = None if refusal else generation_objection(task, vocab_size, KEYS)
+            objection = None if refusal else self._objection(task, vocab_size)
             if objection is not None:
                 refusal = refused(task, "error", "UsageError", objection)
             if refusal is None:
-                requests.append(Request(task, self._params(task)))
-                continue
+                try:
+                    requests.append(Request(task, self._params(task)))
+                    continue
+                except Exception as fault:  # noqa: BLE001 - whatever its fields make of SamplingParams, it is this task's
+                    refusal = refused(task, "error", "UsageError", told(fault))
             refusal.started_us = refusal.ended_us = self._clock.wall_us()
             self._outbox.outcomes.append(refusal)
         driver.add(requests)
+
+    @staticmethod
+    def _objection(task: Task, vocab_size: int) -> str | None:
+        try:
+            return generation_objection(task, vocab_size, KEYS)
+        except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
+            return f"it cannot be judged ({told(fault)})"
 
     def _params(self, task: Task) -> Any:
         sampling, greedy = task.sampling, is_greedy(task.sampling)

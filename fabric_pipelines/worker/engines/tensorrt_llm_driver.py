@@ -16,6 +16,7 @@ from typing import Any
 
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.worker.engines.by_request import RequestDriver
+from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
 from fabric_pipelines.worker.engines.stepping import FAILED_STEPS_MAX
 from fabric_pipelines.worker.engines.tasks import Task
 
@@ -136,10 +137,12 @@ class Driver(RequestDriver):
     async def _serve(self, request: Request) -> None:
         try:
             output = await self._submit(request).aresult()
-        except ValueError as fault:  # the library's judgement of this request
-            self._end(request, None, refusal=str(fault))
         except Exception as fault:  # noqa: BLE001 - the library's faults share no base
-            self._broke(request, fault)
+            if is_judgement(fault):  # of this request
+                why = str(fault) if isinstance(fault, ValueError) else told(fault)
+                self._end(request, None, refusal=why)
+            else:
+                self._broke(request, fault)
         else:
             self._failed = 0
             self._end(request, output)
@@ -147,7 +150,7 @@ class Driver(RequestDriver):
     def _broke(self, request: Request, fault: Exception) -> None:
         """One request may break alone; several in a row are the runtime's end, and stay unfinished."""
         self._failed += 1
-        if self._failed < FAILED_STEPS_MAX:
+        if self._failed < FAILED_STEPS_MAX and not ends_engine(fault):
             self._end(request, None, fault=f"{type(fault).__name__}: {fault}")
             return
         with self._changed:

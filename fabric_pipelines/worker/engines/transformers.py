@@ -12,7 +12,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from fabric_pipelines.worker.engines.agreement import Told, require_served
 from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
 from fabric_pipelines.worker.engines.cuts import by_length, in_order
 from fabric_pipelines.worker.engines.door import Capabilities
+from fabric_pipelines.worker.engines.one_thread import OneThread
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
     SAMPLING_KEYS,
@@ -393,7 +394,7 @@ class PassEngine(TransformersEngine):
     def __init__(self, name: str, folder: EngineFolder, threads: int, device: str) -> None:
         super().__init__(name, folder, threads, device, frozenset({"hidden", "embed"}), 0)
         self._wide: Any = None
-        self._fetcher: ThreadPoolExecutor | None = None
+        self._fetcher: OneThread | None = None
         self._busy_until_s = 0.0
         self._compiled = COMPILED in name.partition("@")[2].split("-")
 
@@ -446,11 +447,11 @@ class PassEngine(TransformersEngine):
 
     def _launch_ahead(self) -> None:
         self.steps_most = SLOTS
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-results")
+        self._fetcher = OneThread(f"{self.name}-results")
 
     def _free(self) -> None:
         if self._fetcher is not None:
-            self._fetcher.shutdown(wait=True, cancel_futures=True)
+            self._fetcher.shutdown()
             self._fetcher = None
         self._wide = None
         super()._free()
@@ -468,7 +469,7 @@ class PassEngine(TransformersEngine):
             tasks_max=self.profile.max_batch_size,
         )
 
-    def _begin(self, tasks: list[Task], thread: ThreadPoolExecutor) -> Future[list[Outcome]]:
+    def _begin(self, tasks: list[Task], thread: OneThread) -> Future[list[Outcome]]:
         """On a card: launched in the engine's thread while the step before still runs, fetched in another."""
         if self._fetcher is None:
             return super()._begin(tasks, thread)

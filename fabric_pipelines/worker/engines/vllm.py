@@ -28,6 +28,7 @@ from fabric_pipelines.worker.engines.agreement import Told, require_agreement, r
 from fabric_pipelines.worker.engines.by_request import ByRequest
 from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
+from fabric_pipelines.worker.engines.faults import told
 from fabric_pipelines.worker.engines.opening import EngineFolder, require
 from fabric_pipelines.worker.engines.sampling import (
     SAMPLING_KEYS,
@@ -166,7 +167,7 @@ class VllmEngine(ByRequest[Driver]):
         self._runtime = _import()
         try:
             self.llm = self._runtime.LLM(**self._arguments())
-        except (RuntimeError, ValueError, OSError) as fault:
+        except Exception as fault:
             raise EngineFailed(f"{self.name} cannot be loaded by vLLM: {fault}") from fault
         try:
             require_agreement(self.manifest, self.name, self.introspect())
@@ -287,6 +288,8 @@ class VllmEngine(ByRequest[Driver]):
                     continue
                 except ValueError as fault:
                     refusal = refused(task, "error", "UsageError", str(fault))
+                except Exception as fault:  # noqa: BLE001 - whatever vLLM makes of a task's fields, it is this task's
+                    refusal = refused(task, "error", "UsageError", told(fault))
             refusal.started_us = refusal.ended_us = self._clock.wall_us()
             self._outbox.outcomes.append(refusal)
         driver.add(requests)

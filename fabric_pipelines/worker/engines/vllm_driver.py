@@ -18,12 +18,14 @@ from typing import Any
 from fabric_pipelines.clock import Clock
 from fabric_pipelines.device import calls
 from fabric_pipelines.worker.engines.by_request import RequestDriver
+from fabric_pipelines.worker.engines.faults import ends_engine, told
 from fabric_pipelines.worker.engines.tasks import Task
 
 ADDS_PER_TURN = 256  # 0.1 ms each: more would keep finished requests waiting for a step's time
 STALL_S = 300.0  # no step for so long, with requests inside: the runtime is wedged
 WITHDRAW_S = 30.0
 JOIN_S = 10.0
+ENDS = (RuntimeError, OSError, AssertionError)  # of adding a request: vLLM's own, not the request's
 
 
 @dataclass(slots=True, eq=False)
@@ -170,13 +172,17 @@ class Driver(RequestDriver):
         return bool(self._inbox or self._inside or self._asked_back or self._closing)
 
     def _admit(self, request: Request) -> Answer | None:
-        """The answer when vLLM refuses this one (its validation errors are ValueErrors), else None."""
+        """The answer when vLLM refuses this one (its validation errors are ValueErrors, but a value of a wrong
+        kind meets any error of Python first), else None. What tells of vLLM itself goes through."""
         request.added_us = self._clock.wall_us()
         try:
             prompt = self._prompt_of(request.task.tokens.tolist())
             self._engine.add_request(request.request_id, prompt, request.params)
-        except ValueError as fault:
-            return Answer(request, None, str(fault), self._clock.wall_us())
+        except Exception as fault:
+            if isinstance(fault, ENDS) or ends_engine(fault) or self._is_dead():
+                raise
+            why = str(fault) if isinstance(fault, ValueError) else told(fault)
+            return Answer(request, None, why, self._clock.wall_us())
         return None
 
     def _step(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fabric_pipelines.device.energy import LIBRARY, CardMeter, visible
+from fabric_pipelines.device.energy import LIBRARY, CardMeter, card_id, visible
 from fabric_pipelines.errors import DeviceRefused
 
 NOT_SUPPORTED, NOT_FOUND = 3, 6
@@ -44,6 +44,11 @@ class Nvml:
         if uuid.value != b"GPU-1":
             return NOT_FOUND
         to._obj.value = 101
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, size: Any) -> int:
+        assert size.value == len(text) == 96
+        text.value = b"GPU-%d" % (handle.value - 100)
         return 0
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, to: Any) -> int:
@@ -100,10 +105,47 @@ def test_without_the_library_or_with_an_old_one_it_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "which"), [(None, "2"), ("", "2"), ("5", "5"), ("3,2", "3"), ("GPU-1,GPU-2", "GPU-1")]
+    ("device", "seen", "which"),
+    [
+        ("cuda:2", None, "2"),
+        ("cuda:0", "5", "5"),
+        ("cuda:1", "0,1", "1"),
+        ("cuda:1", "3, 02", "2"),
+        ("cuda:0", "GPU-1,GPU-2", "GPU-1"),
+        ("cuda:1", "GPU-1,GPU-2", "GPU-2"),
+    ],
 )
-def test_the_card_of_a_worker_is_the_first_that_its_process_sees(
-    seen: str | None, which: str
+def test_the_card_of_a_worker_is_that_of_its_number_among_those_it_may_see(
+    device: str, seen: str | None, which: str
 ) -> None:
     environ = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    assert visible("cuda:2", environ) == which
+    assert visible(device, environ) == which
+
+
+@pytest.mark.parametrize(
+    ("device", "seen"), [("cuda:0", ""), ("cuda:0", "-1"), ("cuda:1", "5"), ("cuda:1", "0,-1,1")]
+)
+def test_a_number_beyond_what_may_be_seen_is_refused(device: str, seen: str) -> None:
+    with pytest.raises(DeviceRefused, match=f"device {device} is not there: CUDA_VISIBLE_DEVICES"):
+        visible(device, {"CUDA_VISIBLE_DEVICES": seen})
+
+
+def test_one_card_has_one_id_by_its_number_and_by_its_uuid() -> None:
+    nvml = Nvml()
+    assert card_id("1", nvml.load) == card_id("GPU-1", nvml.load) == "GPU-1"
+    assert card_id("MIG-7", nvml.load) == "MIG-7"
+    assert nvml.opened == 0
+
+
+@pytest.mark.parametrize("which", ["7", "GPU-none"])
+def test_a_card_that_the_driver_does_not_know_has_no_id(which: str) -> None:
+    with pytest.raises(DeviceRefused, match=f"card {which} is not known to this machine's driver"):
+        card_id(which, Nvml().load)
+
+
+def test_without_nvml_a_card_is_known_by_what_the_caller_says() -> None:
+    def gone(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert card_id("3", gone) == "3"
+    assert card_id("3", lambda name: object()) == "3"

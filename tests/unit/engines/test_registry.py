@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fabric_pipelines.errors import ModelMissing
+from fabric_pipelines.errors import ModelMissing, UsageError
 from fabric_pipelines.models import MODELS
 from fabric_pipelines.models.recipes import RECIPES
 from fabric_pipelines.records.shape import KINDS
-from fabric_pipelines.worker.engines.registry import ENGINES, GENERATE, spec_of
+from fabric_pipelines.worker.engines.building import Declared, build
+from fabric_pipelines.worker.engines.names import folder_of
+from fabric_pipelines.worker.engines.registry import ENGINES, GENERATE, engine_folder, spec_of
 from tests.unit.engines.tensorrt_over_standin import TensorRtOverStandin, write_trunk
 from tests.unit.engines.vllm_over_standin import VOCAB, VllmOverStandin
 
@@ -60,3 +62,27 @@ def test_a_built_plan_has_a_spec_with_its_deepest_layer(
     TensorRtOverStandin(trunk, tmp_path / "plans" / name / "sm_90", monkeypatch).plan()
     spec = spec_of(name, tmp_path)
     assert (spec.kinds, spec.layers, spec.device) == ({"hidden"}, 3, "cuda")
+
+
+@pytest.mark.parametrize("runtime", ["transformers-x", "vllm", "tensorrt_llm", "tensorrt-sm90"])
+@pytest.mark.parametrize(
+    "model",
+    ["../../evil", "a/b", "/etc/x", "..\\x", ".hidden", "a\0b", "a\nb", "\u0661", "x" * 200],
+)
+def test_a_name_that_is_no_plain_folder_name_reads_and_writes_nothing(
+    tmp_path: Path, model: str, runtime: str
+) -> None:
+    """Though the folder that it leads to is there, with a config of its own."""
+    cache, name = tmp_path / "deep" / "cache", f"{model}@{runtime}"
+    if "evil" in model or model == "a/b":
+        outside = cache / "checkpoints" / name
+        outside.mkdir(parents=True)
+        (outside / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="is no name of a folder"):
+        engine_folder(name, cache)
+    with pytest.raises(UsageError, match="is no name of a folder"):
+        build(name, Declared(1, 1, 1, 1, "none", "none"), cache=cache)
+    with pytest.raises(UsageError, match="is no name of a folder"):
+        folder_of(cache / "profiles", name)
+    assert sorted(tmp_path.rglob("*")) == before

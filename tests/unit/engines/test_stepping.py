@@ -31,6 +31,7 @@ class Gate:
     opened: threading.Event = field(default_factory=threading.Event)
     steps: list[list[int]] = field(default_factory=list)
     faults: list[Exception] = field(default_factory=list)
+    short: bool = False
 
 
 class Toy(SteppingEngine):
@@ -55,6 +56,7 @@ class Toy(SteppingEngine):
         self.freed += 1
 
     def _objection(self, task: Task) -> str | None:
+        assert len(task.tokens), "a prompt has tokens"
         return "13 is not served" if 13 in task.tokens else None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
@@ -65,6 +67,8 @@ class Toy(SteppingEngine):
         assert self.gate.opened.wait(30)
         if self.gate.faults:
             raise self.gate.faults.pop()
+        if self.gate.short:
+            tasks = tasks[1:]
         return [Outcome(task, "ok", "stop", output=np.array([9], np.uint32)) for task in tasks]
 
 
@@ -154,6 +158,57 @@ def test_an_engine_that_keeps_failing_says_so_and_loses_no_task(engine: Toy, gat
     with pytest.raises(EngineFailed, match="failed 3 steps in a row, last with: broken"):
         polled_until_it_fails(engine, returned)
     assert sorted([*returned, *engine.unfinished()]) == list(range(6))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, KeyError, OverflowError])
+def test_a_librarys_judgement_fails_its_tasks_however_often_it_comes(
+    engine: Toy, gate: Gate, kind: type[Exception]
+) -> None:
+    gate.opened.set()
+    gate.faults.extend(kind("no such value") for _ in range(5))
+    engine.submit(lease_of([[1]] * 14, ANY))
+    rows = drain(engine)
+    assert [rows[task]["status"] for task in range(14)] == ["failed"] * 10 + ["ok"] * 4
+    assert rows[0]["error_text"].startswith(f"{kind.__name__}: ")
+
+
+def test_a_lost_device_is_said_at_once_and_loses_no_task(engine: Toy, gate: Gate) -> None:
+    gate.opened.set()
+    gate.faults.append(RuntimeError("CUDA error: unspecified launch failure"))
+    engine.submit(lease_of([[1]] * 6, ANY))
+    with pytest.raises(EngineFailed, match="is broken: CUDA error"):
+        polled_until_it_fails(engine, {})
+    assert sorted(engine.unfinished()) == list(range(6))
+
+
+def test_results_that_are_not_one_a_task_are_not_trusted(engine: Toy, gate: Gate) -> None:
+    gate.opened.set()
+    gate.short = True
+    engine.submit(lease_of([[1]] * 3, ANY))
+    with pytest.raises(EngineFailed, match="1 results to 2 tasks, not one each"):
+        polled_until_it_fails(engine, {})
+    assert sorted(engine.unfinished()) == [0, 1, 2]
+
+
+def test_what_had_ended_is_handed_out_before_the_engine_says_it_is_broken(
+    engine: Toy, gate: Gate
+) -> None:
+    gate.opened.set()
+    gate.faults.append(RuntimeError("CUDA error: unspecified launch failure"))
+    engine.submit(lease_of([[1], [1]], ANY))
+    engine.submit(lease_of([[13]], ANY, first_id=2))
+    returned: dict[int, Any] = {}
+    with pytest.raises(EngineFailed, match="is broken"):
+        polled_until_it_fails(engine, returned)
+    assert list(returned) == [2]
+
+
+def test_a_task_that_cannot_even_be_judged_is_refused_alone(engine: Toy, gate: Gate) -> None:
+    gate.opened.set()
+    engine.submit(lease_of([[1], [], [1]], ANY))
+    rows = drain(engine)
+    assert [rows[task]["status"] for task in range(3)] == ["ok", "refused", "ok"]
+    assert "cannot be judged" in rows[1]["error_text"]
 
 
 def test_a_bug_of_ours_is_not_dressed_up_as_a_failed_task(engine: Toy, gate: Gate) -> None:

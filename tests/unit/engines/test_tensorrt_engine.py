@@ -198,6 +198,25 @@ def test_a_step_that_is_refused_fails_its_tasks_and_the_next_one_runs(
     engine.close()
 
 
+def test_a_judgement_of_the_library_fails_its_step_however_often_it_comes(
+    one: TensorRtOverStandin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = one.plan().open()
+
+    def judged(slot: Any) -> None:
+        raise IndexError("no such place")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_enqueue", judged)
+        for _ in range(5):
+            engine.submit(lease_of(PROMPTS[:1], LAST))
+            row = drain(engine)[0]
+            assert (row["status"], row["error_text"]) == ("failed", "IndexError: no such place")
+    engine.submit(lease_of(PROMPTS[:1], LAST))
+    assert drain(engine)[0]["status"] == "ok"
+    engine.close()
+
+
 def test_a_lost_card_is_an_engine_failure_that_keeps_every_task(one: TensorRtOverStandin) -> None:
     engine = one.plan().open()
     engine.submit(lease_of(PROMPTS * 5, LAST))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+
 import numpy as np
 import pytest
 
 from fabric_pipelines import receipts, shards
-from fabric_pipelines.errors import CorruptionFound, SchemaError
+from fabric_pipelines.errors import CorruptionFound, SchemaError, StorageFailed
 from fabric_pipelines.shards import renewal
+from fabric_pipelines.shards.disk import Disk
 
 BASE = 5 << 40
 
@@ -70,7 +75,7 @@ def test_no_receipt_is_issued_over_rot_and_the_shard_is_built_anew(store, tmp_pa
     moved(store, 3)
     done = shards.refresh(store, tmp_path, "notes")
     assert done.how == "full"
-    assert "no receipt is issued over damaged files" in done.why
+    assert "gone or damaged: vectors block of lists 0" in done.why
     assert not done.generation.manifest.parents
     assert store.find_receipts() == []
 
@@ -137,3 +142,26 @@ def test_a_row_that_was_changed_is_not_copied_over_a_good_copy(
     with pytest.raises(SchemaError):
         receipts.issue(store, tmp_path, "notes")
     assert (generation.folder / "receipt.json").read_bytes() == copy
+
+
+class ReadOnly(Disk):
+    def replace_file(self, path, content):
+        raise StorageFailed(f"cannot write {path}: Read-only file system")
+
+
+def test_on_a_read_only_folder_issue_and_rebuild_say_what_is_done_and_what_remains(
+    store, tmp_path, generation, monkeypatch
+):
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with pytest.raises(
+        StorageFailed, match=r"is in the database, .* `fabric receipt issue notes --generation 1`"
+    ):
+        receipts.issue(store, tmp_path, "notes", disk=ReadOnly())
+    (row,) = store.find_receipts(shard="notes")
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    with pytest.raises(StorageFailed, match=r"scratch folder .* point FABRIC_HOME at a writable"):
+        receipts.rebuild(store, tmp_path, row.receipt_id)
+    assert receipts.issue(store, tmp_path, "notes").receipt_id == row.receipt_id
+    assert (generation.folder / "receipt.json").is_file()

@@ -54,10 +54,31 @@ def test_a_cuda_device_is_locked_for_the_whole_machine_and_a_cpu_slot_for_its_ho
     assert lock_path("cpu:0", tmp_path / "a") != lock_path("cpu:0", tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["gpu0", "cuda", "cuda:", "cpu:-1", "../cpu:0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpu0",
+        "cuda",
+        "cuda:",
+        "cpu:-1",
+        "../cpu:0",
+        "cuda:00",
+        "cuda:01",
+        "cpu:00",
+        "cuda:\u0660",
+        "cuda:0\n",
+        " cuda:0",
+    ],
+)
 def test_a_device_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="not a device name"):
         device_kind(name)
+
+
+def test_a_card_is_locked_by_its_own_id_whatever_number_it_has(tmp_path: Path) -> None:
+    both = lock_path("cuda:0", tmp_path, "GPU-1"), lock_path("cuda:1", tmp_path, "GPU-1")
+    assert both[0] == both[1] != lock_path("cuda:0", tmp_path, "GPU-2")
+    assert lock_path("cuda:0", tmp_path, "MIG-GPU-1/../2").parent == both[0].parent
 
 
 def test_a_lock_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

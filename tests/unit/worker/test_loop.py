@@ -388,8 +388,8 @@ def test_a_task_with_a_failed_attempt_runs_alone(continuous: bool) -> None:
 
 
 def test_a_crash_leaves_its_leases_to_run_out() -> None:
-    class Crash(RuntimeError):
-        pass
+    class Crash(BaseException):
+        """As a kill: nothing is caught."""
 
     class CrashingEngine(ScriptedEngine):
         def poll(self, timeout_s: float) -> list[pa.RecordBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from fabric_pipelines.errors import BrokerUnavailable, ManifestRefused
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
+from fabric_pipelines.worker import service
 from fabric_pipelines.worker.profile_probe import keep, probe
 from fabric_pipelines.worker.pulse import Pulse
 from fabric_pipelines.worker.service import _opened, require_manifest, run_worker
@@ -44,6 +46,29 @@ def test_an_engine_on_a_device_of_another_kind_is_refused(home_settings: Setting
     with pytest.raises(ManifestRefused, match="must be cpu, not cuda:0"):
         run_worker(engine, home_settings, device="cuda:0")
     assert not engine.opened
+
+
+def test_a_worker_computes_on_the_card_that_it_locks(
+    home_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_VISIBLE_DEVICES set beforehand: its second card, and not its first under the other's lock."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setattr(service, "card_id", lambda entry: f"GPU-{entry}")
+    seen: list[str] = []
+
+    def construct(name: str, **more: object) -> ScriptedEngine:
+        seen.extend(os.environ[key] for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"))
+        return ScriptedEngine()
+
+    def run(engine: object, settings: object, *, card: str, **more: object) -> dict[str, str]:
+        return {"card": card}
+
+    monkeypatch.setattr(service, "construct_engine", construct)
+    monkeypatch.setattr(service, "run_worker", run)
+    told = service.run_engine("x@vllm", home_settings, device="cuda:1")
+    assert seen == ["6", "PCI_BUS_ID"]
+    assert told == {"card": "GPU-6"}
 
 
 def test_an_engine_whose_fingerprint_changes_on_opening_leases_nothing(
