@@ -526,6 +526,9 @@ class WorkerLoop:
                 if self._busy_since_s is None:
                     self._busy_since_s = self._now()
                 return
+            except Exception:
+                self.supply.fed()  # what breaks an engine on its way in was tried: the broker finds it by halving
+                raise
             self._busy_since_s = None
             self._fed_s = self._now() if self._fed_s is None else self._fed_s
             self.supply.fed()

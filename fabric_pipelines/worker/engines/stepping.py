@@ -198,7 +198,8 @@ class SteppingEngine(ABC):
             self._require_whole(step, fault)
             outcomes = [failed(task, "EngineFailed", told(fault)) for task in step.tasks]
         else:
-            if {id(outcome.task) for outcome in outcomes} != {id(task) for task in step.tasks}:
+            answered = sorted(id(outcome.task) for outcome in outcomes)
+            if answered != sorted(id(task) for task in step.tasks):
                 self._pending = [*step.tasks, *self._pending]
                 raise EngineFailed(
                     f"{self.name} gave {len(outcomes)} results to {len(step.tasks)} tasks, not one each: "

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.errors import EngineFailed, UsageError, VersionRefused
+from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedDelivery, ScriptedTask
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
@@ -93,6 +94,20 @@ def test_an_exception_that_nobody_foresaw_has_a_name_and_keeps_no_lease(
     assert not broker.leased
     assert len(broker.computed_rows) == loop.counts.ok > 0, "what had ended was sent"
     assert broker.blamed == set(range(12, 20)), "what ran and what came next, not what waited"
+    broker.require_exactly_once()
+
+
+def test_what_breaks_an_engine_on_its_way_in_is_found_by_halving() -> None:
+    class Chokes(ScriptedEngine):
+        def submit(self, lease: Lease) -> None:
+            raise ValueError("no such value")
+
+    broker = ScriptedBroker(tasks(40))
+    loop = worker(Chokes(), broker, Pace(until_idle=True))
+    with pytest.raises(EngineFailed, match="ValueError: no such value"):
+        loop.run()
+    assert broker.blamed == set(range(4)), "the lease that it choked on, and nothing that waited"
+    assert not broker.leased
     broker.require_exactly_once()
 
 
