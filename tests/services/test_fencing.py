@@ -252,6 +252,10 @@ def test_the_stand_in_gives_the_same_answers(require: Any, kind: str) -> None:
 # ---- each condition is needed
 
 
+LETS_NOBODY_IN = ("lock_shard", "list_receipts", "relation_of", "shards_of_relation")
+"""One locks and says nothing: its own test is below. The others are read for people: test_postgres_vectors, test_watches."""
+
+
 def conditions(statement: str) -> list[str]:
     """What the `where` of a statement asks for, one by one."""
     _, _, asked = statement.partition("where ")
@@ -265,8 +269,7 @@ def fencing() -> Iterator[tuple[str, str, str]]:
     for name, statement in sql._blocks().items():
         if not any(table in statement for table in TABLES) or "where " not in statement:
             continue
-        # lock_shard locks and says nothing: its own test is below; list_receipts lets nobody in: test_postgres_vectors
-        if name in ("lock_shard", "list_receipts"):
+        if name in LETS_NOBODY_IN:
             continue
         for condition in conditions(statement):
             yield name, condition, "true"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fabric_pipelines import shards
-from fabric_pipelines.dataplane import staleness
+from fabric_pipelines.dataplane import staleness, vectors
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import Source, read_source
 from fabric_pipelines.dataplane.sql import relation
@@ -180,6 +180,38 @@ def test_unwatch_of_nothing_is_refused_by_name(docs: Database) -> None:
     for name in ("nothing", "a.b.c.d", "Docs"):
         with pytest.raises(UsageError, match="neither a shard nor a relation"):
             staleness.unwatch(docs, name)
+
+
+def test_a_shard_counts_for_the_relation_of_its_newest_generation_alone(database: Database) -> None:
+    lease = vectors.acquire_shard(database, "corpus", "me")
+    other = vectors.acquire_shard(database, "other", "me")
+    for each, number, name in (
+        (lease, 1, "first"),
+        (lease, 2, "second"),
+        (other, 1, "third"),
+    ):
+        execute(database, f"create table {name} (task_id bigint)")
+        oid = count(database, f"select '{name}'::regclass::oid::bigint")
+        source = {"relation": name, "relation_oid": oid}
+        vectors.publish_generation(
+            database,
+            each,
+            generation=number,
+            manifest_sha256=name,
+            manifest={"source": source},
+        )
+    found = {
+        name: staleness.unwatch(database, name)
+        for name in ("first", "second", "third", "corpus", "other")
+    }
+    assert {name: done.shards for name, done in found.items()} == {
+        "first": (),
+        "second": ("corpus",),
+        "third": ("other",),
+        "corpus": ("corpus",),
+        "other": ("other",),
+    }
+    assert (found["corpus"].relation, found["other"].relation) == ("second", "third")
 
 
 def test_capitals_in_a_name_lead_to_one_table_for_reading_and_watching(
