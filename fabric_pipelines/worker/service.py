@@ -69,7 +69,7 @@ def run_engine(
 ) -> dict[str, Any]:
     """The registry's engine `name` as a worker; the exit line's counters."""
     seen = _seen(device)
-    card = card_id(seen) if seen else ""
+    card = _card(seen)
     engine = _constructed(name, settings, device, seen)
     return run_worker(engine, settings, device=device, until_idle=until_idle, card=card)
 
@@ -77,7 +77,7 @@ def run_engine(
 def probe_engine(name: str, settings: Settings, *, device: str) -> tuple[Probed, Path]:
     """Measure an engine as a worker would run it, alone on its device; the profile found and where it is kept."""
     seen = _seen(device)
-    card = card_id(seen) if seen else ""
+    card = _card(seen)
     engine = _constructed(name, settings, device, seen)
     require_manifest(engine, device)
     folder = engine_folder(name, settings.models)
@@ -103,6 +103,11 @@ def _seen(device: str) -> str:
     return visible(device) if device_kind(device) == "cuda" else ""
 
 
+def _card(seen: str) -> str:
+    """Its id, by which it is locked and its energy is read; empty for a processor."""
+    return card_id(seen) if seen else ""
+
+
 def _constructed(name: str, settings: Settings, device: str, seen: str) -> Engine:
     kind = device_kind(device)
     if kind == "cuda":
@@ -125,7 +130,7 @@ def run_worker(
     that the engine computes on, None = that of `device`."""
     require_manifest(engine, device)
     if card is None:
-        card = card_id(seen) if (seen := _seen(device)) else ""
+        card = _card(_seen(device))
     make_runtime_folder(settings.runtime_dir)
     with (
         DeviceLock(device, engine.name, settings.runtime_dir, card) as lock,

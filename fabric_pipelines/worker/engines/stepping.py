@@ -32,8 +32,7 @@ from fabric_pipelines.worker.engines.tasks import (
     Outcome,
     Task,
     failed,
-    oversized,
-    refused,
+    refusal_of,
     tasks_of,
 )
 
@@ -134,22 +133,12 @@ class SteppingEngine(ABC):
         now_us = self._clock.wall_us()
         for task in tasks_of(lease):
             self.stats.offered_tokens += task.length
-            refusal = self._refusal(task)
+            refusal = refusal_of(task, self.manifest, self.name, self._objection)
             if refusal is None:
                 self._pending.append(task)
             else:
                 refusal.started_us = refusal.ended_us = now_us
                 self._outbox.outcomes.append(refusal)
-
-    def _refusal(self, task: Task) -> Outcome | None:
-        too_long = oversized(task, self.manifest, self.name)
-        if too_long is not None:
-            return too_long
-        try:
-            objection = self._objection(task)
-        except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
-            objection = f"it cannot be judged ({told(fault)})"
-        return None if objection is None else refused(task, "error", "UsageError", objection)
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
         assert self._thread is not None, f"{self.name} is not open"

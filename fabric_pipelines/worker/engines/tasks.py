@@ -6,7 +6,7 @@ fp16, and one that fp16 cannot hold is a failure of its task, with the reason, n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from fabric_pipelines.records.completion import clip_error_text, completion_batc
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.shape import sampling_digest
+from fabric_pipelines.worker.engines.faults import told
 
 FP16_MAX = float(np.finfo(np.float16).max)
 
@@ -95,6 +96,20 @@ def oversized(task: Task, limits: EngineManifest, engine: str) -> Outcome | None
     else:
         return None
     return refused(task, "oversized", "Oversized", f"{engine} refuses the task: {why}")
+
+
+def refusal_of(
+    task: Task, limits: EngineManifest, engine: str, judge: Callable[[Task], str | None]
+) -> Outcome | None:
+    """Why the engine does not take `task`: its length, or what `judge` says of its sampling; None where it is taken."""
+    too_long = oversized(task, limits, engine)
+    if too_long is not None:
+        return too_long
+    try:
+        objection = judge(task)
+    except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
+        objection = f"it cannot be judged ({told(fault)})"
+    return None if objection is None else refused(task, "error", "UsageError", objection)
 
 
 def with_vector(task: Task, vector: npt.NDArray[np.float32], padded_tokens: int) -> Outcome:

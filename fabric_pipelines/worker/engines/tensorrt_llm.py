@@ -39,7 +39,7 @@ from fabric_pipelines.worker.engines.tasks import (
     Outcome,
     Task,
     failed,
-    oversized,
+    refusal_of,
     refused,
     tasks_of,
 )
@@ -209,13 +209,9 @@ class TensorRtLlmEngine(ByRequest[Driver]):
     def submit(self, lease: Lease) -> None:
         driver = self._opened()
         requests: list[Request] = []
-        vocab_size = self._folder.facts["vocab_size"]
         for task in tasks_of(lease):
             self.stats.offered_tokens += task.length
-            refusal = oversized(task, self.manifest, self.name)
-            objection = None if refusal else self._objection(task, vocab_size)
-            if objection is not None:
-                refusal = refused(task, "error", "UsageError", objection)
+            refusal = refusal_of(task, self.manifest, self.name, self._objection)
             if refusal is None:
                 try:
                     requests.append(Request(task, self._params(task)))
@@ -226,12 +222,8 @@ class TensorRtLlmEngine(ByRequest[Driver]):
             self._outbox.outcomes.append(refusal)
         driver.add(requests)
 
-    @staticmethod
-    def _objection(task: Task, vocab_size: int) -> str | None:
-        try:
-            return generation_objection(task, vocab_size, KEYS)
-        except Exception as fault:  # noqa: BLE001 - whatever a field makes of the judgement, it is this task's
-            return f"it cannot be judged ({told(fault)})"
+    def _objection(self, task: Task) -> str | None:
+        return generation_objection(task, self._folder.facts["vocab_size"], KEYS)
 
     def _params(self, task: Task) -> Any:
         sampling, greedy = task.sampling, is_greedy(task.sampling)
