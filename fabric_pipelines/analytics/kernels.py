@@ -71,7 +71,7 @@ def row_admit_into(
 
 
 def csr_centroid(
-    gpu: Gpu,
+    gpu: Card,
     rows: DeviceArray,
     weight: DeviceArray,
     indptr: DeviceArray,
@@ -111,7 +111,7 @@ def csr_centroid(
 
 
 def csr_radius(
-    gpu: Gpu,
+    gpu: Card,
     rows: DeviceArray,
     weight: DeviceArray,
     indptr: DeviceArray,
