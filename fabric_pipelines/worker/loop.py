@@ -24,17 +24,15 @@ from fabric_pipelines.errors import (
     EngineBusy,
     EngineFailed,
     FabricError,
-    SchemaError,
     TransientError,
 )
-from fabric_pipelines.records.arrow import require_schema
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.outbox import Outbox
+from fabric_pipelines.worker.results import Results
 from fabric_pipelines.worker.reuse import Reuse
 from fabric_pipelines.worker.supply import Supply
 from fabric_pipelines.worker.throughput import Throughput
@@ -155,6 +153,7 @@ class WorkerLoop:
         self.outbox = outbox or Outbox()
         self.ladder = ladder or Ladder()
         self.supply = Supply()
+        self._results = Results(engine, self.supply)
         self.counts = Throughput()
         self._reuse = Reuse(engine.stats, engine.profile.kv_cache_tokens)
         self._attached = False
@@ -614,22 +613,10 @@ class WorkerLoop:
         return min(max(due - self._now(), 0.001), self._pace.ask_again_max_s)
 
     def _collect(self, batch: pa.RecordBatch) -> None:
-        try:
-            require_schema(batch, COMPLETION_SCHEMA, "a result")
-        except SchemaError as fault:
-            raise EngineFailed(
-                f"engine {self._engine.name} returned what is no completion batch ({fault})"
-            ) from fault
-        tasks: list[int] = batch.column("task_id").to_pylist()
-        stray = [task for task in tasks if not self.supply.is_inside(task)]
-        if stray or len(set(tasks)) != len(tasks):
-            raise EngineFailed(
-                f"engine {self._engine.name} returned task {(stray or tasks)[0]}, which it does not "
-                "hold or has returned before: its results cannot be trusted"
-            )
-        self.supply.finish(tasks)
+        batch = self._results.taken(batch)
         self.outbox.put(batch, self._now())
         self._count_tokens(batch)
+        self.counts.wrong = self._results.wrong
         for status in batch.column("status").to_pylist():
             if status == "ok":
                 self.counts.ok += 1

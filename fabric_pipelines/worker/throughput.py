@@ -16,7 +16,7 @@ from fabric_pipelines.worker.gaps import Gaps
 
 @dataclass(slots=True)
 class Throughput:
-    """ok, refused, failed: outcomes of the engine. sent: results the broker took; duplicates, late, unknown: as
+    """ok, refused, failed: outcomes of the engine; wrong: those of the failed that the engine called ok (worker.results). sent: results the broker took; duplicates, late, unknown: as
     it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end. lease_s,
     send_s: seconds the loop waited for the broker's answer; an engine with a thread of its own ran on meanwhile.
     prompt_tokens, output_tokens: of outcomes that are ok. fill_s: seconds with work inside, each weighed by the share of
@@ -27,6 +27,7 @@ class Throughput:
     ok: int = 0
     refused: int = 0
     failed: int = 0
+    wrong: int = 0
     sends: int = 0
     sent: int = 0
     duplicates: int = 0

@@ -94,6 +94,7 @@ def describe(
             "context": config["max_position_embeddings"],
             "vocab_size": config["vocab_size"],
             "layers": config.get("num_hidden_layers", 0),
+            "dim": config.get("hidden_size", 0),
             "eos_ids": sorted(eos_ids),
             "weights": weights,
         },

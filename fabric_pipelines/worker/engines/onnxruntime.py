@@ -51,7 +51,13 @@ class OnnxRuntimeEngine(SteppingEngine):
             name,
             manifest,
             folder.fingerprint,
-            Capabilities(frozenset({self.kind}), continuous=False, packed=self.packs, device="cpu"),
+            Capabilities(
+                frozenset({self.kind}),
+                continuous=False,
+                packed=self.packs,
+                device="cpu",
+                dim=folder.facts["dim"],
+            ),
             Profile(
                 max_batch_size=min(self.step_tokens, manifest.max_batch_size),
                 max_num_tokens=min(self.step_tokens, manifest.max_num_tokens),

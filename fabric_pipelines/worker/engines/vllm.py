@@ -138,7 +138,11 @@ class VllmEngine(ByRequest[Driver]):
         self.manifest = folder.manifest
         self.fingerprint = folder.fingerprint
         self.capabilities = Capabilities(
-            frozenset({"generate"}), continuous=True, packed=True, device="cuda"
+            frozenset({"generate"}),
+            continuous=True,
+            packed=True,
+            device="cuda",
+            vocab_size=folder.facts["vocab_size"],
         )
         self.profile = self._profile(kv_cache_tokens=folder.manifest.max_seq_len)
         self.stats = EngineStats()
