@@ -20,7 +20,8 @@ class Throughput:
     it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end. lease_s,
     send_s: seconds the loop waited for the broker's answer; an engine with a thread of its own ran on meanwhile.
     prompt_tokens, output_tokens: of outcomes that are ok. fill_s: seconds with work inside, each weighed by the share of
-    the batch's places that was taken; filled_s: the same seconds as they are."""
+    the batch's places that was taken; filled_s: the same seconds as they are. first_fill, first_wait_s: share of the budget
+    that was in hand when the engine was first given work, None before, and how long that waited for it (first_batch)."""
 
     leases: int = 0
     lane_switches: int = 0
@@ -47,6 +48,8 @@ class Throughput:
     output_tokens: int = 0
     fill_s: float = 0.0
     filled_s: float = 0.0
+    first_fill: float | None = None
+    first_wait_s: float = 0.0
     seconds: float = 0.0
 
     def close_gap(self, seconds: float) -> None:
@@ -79,6 +82,7 @@ class Throughput:
             "device_s": stats.device_s if on_device else None,
             "device_busy_share": _share(stats.device_s, self.seconds) if on_device else None,
             "device_gap_lengths": stats.device_gaps.as_json() if on_device else None,
+            "steps_ahead": stats.extra.get("steps_ahead"),
             "rungs": dict(rungs),
         }
 
