@@ -477,12 +477,18 @@ def worker_run(
     engine: Annotated[str, typer.Option(help="model@runtime")],
     device: Annotated[str, typer.Option(help="cpu:N or cuda:N")] = "cpu:0",
     until_idle: Annotated[bool, typer.Option(help="End once nothing is ready.")] = False,
+    steps_ahead: Annotated[
+        int | None,
+        typer.Option(help="Of a vLLM engine: steps its scheduler runs ahead; else as set."),
+    ] = None,
 ) -> None:
     """Run one engine on one device until SIGTERM; prints its counters as JSON at the end."""
     from fabric_pipelines.worker.service import log_to_stderr, run_engine
 
     log_to_stderr()
-    report = run_engine(engine, _settings(ctx), device=device, until_idle=until_idle)
+    report = run_engine(
+        engine, _settings(ctx), device=device, until_idle=until_idle, steps_ahead=steps_ahead
+    )
     _emit(report, True)
     _require(not report["undelivered"], f"{report['undelivered']} results could not be delivered")
 

@@ -20,7 +20,10 @@ app = typer.Typer(no_args_is_help=True, help="Engines: inspect, build, fingerpri
 LANE_SHAPE = re.compile(r"len(\d+)")  # of single-pass work; broker.lanes.Lane.name
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Name = Annotated[str, typer.Argument(help="model@runtime")]
-Device = Annotated[str, typer.Option(help="cpu or cuda, for engines that run on either.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu or cuda, for engines that run on either; refused for others."),
+]
 
 
 @app.command("inspect")
@@ -30,7 +33,7 @@ def engine_inspect(
     opened: Annotated[
         bool, typer.Option("--open", help="Load it, and show its own word on each field.")
     ] = False,
-    device: Device = "cpu",
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Manifest, profile and fingerprint; refused, with exit code 4, by the field at fault."""

@@ -191,6 +191,11 @@ class Settings:
     lease_ms: int = _setting(
         30_000, "a lease not renewed for so long goes back", Range(100, DAY_MS)
     )
+    start_full_ms: int = _setting(
+        2000,
+        "ms that a worker's first batch waits at most for a full one, while more keeps coming; 0: not at all",
+        Range(0, 600_000),
+    )
     attempts_max: int = _setting(3, "failed attempts after which a task is dead", Range(1, 255))
     metrics_port: int = _setting(
         0, "loopback port of the broker's Prometheus counters; 0: none are served", Range(0, 65_535)
@@ -208,6 +213,9 @@ class Settings:
         "", "TOML file with the rules that judge clusters; empty: the shipped ones", PLACE
     )
     threads: int = _setting(0, "CPU threads of one embedded engine; 0: all cores", Range(0, 1024))
+    steps_ahead: int = _setting(
+        2, "steps that vLLM's scheduler may run ahead of the card; 1: as vLLM has it", Range(1, 8)
+    )
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -281,6 +289,13 @@ class Settings:
             for item in fields(self)
             if item.name != "origin"
         }
+
+
+def range_of(name: str) -> Range:
+    """What the number `name` may be."""
+    within = next(item.metadata["within"] for item in fields(Settings) if item.name == name)
+    assert isinstance(within, Range), f"setting {name} is no number"
+    return within
 
 
 def make_runtime_folder(folder: Path) -> None:

@@ -420,13 +420,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantisation", choices=("fp8", "none"), default="fp8")
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--step-tokens", type=int, default=16_384)
+    parser.add_argument(
+        "--steps-ahead", type=int, default=STEPS_AHEAD, help="as the setting of a worker"
+    )
     parser.add_argument("--landed", action="store_true", help="end in Postgres, not in the journal")
     parser.add_argument("--home", type=Path, help="folder for journals; default: a temporary one")
     given = parser.parse_args(argv)
     limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
     with tempfile.TemporaryDirectory(prefix="fabric-") as folder, ExitStack() as stack:
         home: Path = (given.home or Path(folder)).resolve()
-        options = VllmOptions(steps_ahead=STEPS_AHEAD)
+        options = VllmOptions(steps_ahead=given.steps_ahead)
         engine, load_s = open_shape(home, given.quantisation, limits, options)
         _say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
         pg_url: Callable[[str], str] = lambda name: ""  # noqa: E731 - a database is made or none is

@@ -10,7 +10,6 @@ pulled, verify, outdated, prune: is it still what was pulled, and what nobody op
 from fabric_pipelines.models.cache import (
     Installed,
     ModelFiles,
-    contents,
     installed,
     located,
     part_folder,
@@ -20,6 +19,7 @@ from fabric_pipelines.models.cache import (
     tokeniser,
 )
 from fabric_pipelines.models.catalogue import MODELS, ModelSpec, SourceFile
+from fabric_pipelines.models.description import contents
 from fabric_pipelines.models.tokenisation import Tokeniser
 from fabric_pipelines.models.upkeep import Verified, outdated, prune, pulled, verify
 

@@ -11,7 +11,6 @@ A folder's name is the digest of what made it, so nothing here is ever changed i
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
@@ -31,8 +30,8 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models import catalogue, recipes
 from fabric_pipelines.models.catalogue import ModelSpec, spec_of
+from fabric_pipelines.models.description import contents, remedy
 from fabric_pipelines.models.recipes import (
-    CONTENTS,
     RECIPES,
     TOKENISER,
     Recipe,
@@ -146,7 +145,13 @@ def require_whole(folder: Path) -> None:
     would make wrong results under the right fingerprint."""
     described = contents(folder)
     for name, entry in described["files"].items():
-        if sha256_file(folder / name) != entry["sha256"]:
+        try:
+            found = sha256_file(folder / name)
+        except OSError as fault:
+            raise DigestMismatch(
+                f"{folder / name} cannot be read ({fault.strerror or fault}): {remedy(folder)}"
+            ) from fault
+        if found != entry["sha256"]:
             raise DigestMismatch(f"{folder / name} changed since it was {_made(described, folder)}")
 
 
@@ -179,12 +184,6 @@ def installed(cache: Path) -> list[Installed]:
             part = folder.name.rpartition("-")[0]
             rows.append(Installed(name, part, folder, _folder_size(folder), folder in current))
     return rows
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """A part's own description."""
-    described: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
-    return described
 
 
 def layout(spec: ModelSpec, cache: Path) -> ModelFiles:

@@ -127,12 +127,13 @@ class GraphBuilder:
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
     """What a graph says of itself. weight_quantisation: "none", or "int8", "fp8", "int4" by the narrowest type
-    among its weights."""
+    among its weights; dim: numbers of one output's vector, 0 where the graph leaves it open."""
 
     architecture: str
     context: int
     weight_quantisation: str
     outputs: tuple[str, ...]
+    dim: int
 
 
 def graph_facts(path: Path) -> GraphFacts:
@@ -150,6 +151,7 @@ def graph_facts(path: Path) -> GraphFacts:
                 (word for prefix, word in NARROW if any(prefix in kind for kind in kinds)), "none"
             ),
             tuple(value.name for value in model.graph.output),
+            int(model.graph.output[0].type.tensor_type.shape.dim[-1].dim_value),
         )
     except KeyError as fault:
         raise RuntimeError(f"{path} says nothing of its {fault.args[0]}") from fault

@@ -106,7 +106,11 @@ class ScriptedEngine:
         )
         self.fingerprint = self.manifest.fingerprint(WEIGHTS_SHA256)
         self.capabilities = Capabilities(
-            kinds=frozenset({self.kind}), continuous=self.continuous, packed=True, device="cpu"
+            kinds=frozenset({self.kind}),
+            continuous=self.continuous,
+            packed=True,
+            device="cpu",
+            vocab_size=self.vocab_size,
         )
         self._queue: deque[_Task] = deque()
 

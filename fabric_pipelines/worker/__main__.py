@@ -19,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", required=True, help="engine name, e.g. model@runtime")
     parser.add_argument("--device", default="cpu:0", help="cpu:N or cuda:N")
     parser.add_argument("--until-idle", action="store_true", help="end once nothing is ready")
+    parser.add_argument(
+        "--steps-ahead", type=int, help="of a vLLM engine, instead of the setting steps_ahead"
+    )
     asked = parser.parse_args(argv)
     log_to_stderr()
     try:
@@ -27,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
             settings_module.load(),
             device=asked.device,
             until_idle=asked.until_idle,
+            steps_ahead=asked.steps_ahead,
         )
     except FabricError as fault:
         sys.stderr.write(as_line(fault) + "\n")

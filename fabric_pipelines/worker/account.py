@@ -63,5 +63,7 @@ def summary(facts: Mapping[str, Any]) -> str:
         f"batches {100 * facts['batch_fill']:.0f} % full, prefix hits {100 * facts['prefix_hit_share']:.0f} %, "
         f"padding {100 * facts['padding_share']:.1f} %"
     )
+    if facts.get("first_fill") is not None:
+        line += f", the first {100 * facts['first_fill']:.0f} % after {facts['first_wait_s']:.2f} s"
     per_joule = facts["tokens_per_joule"]
     return line if per_joule is None else f"{line}, {per_joule:,.1f} tokens a joule"

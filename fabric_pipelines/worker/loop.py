@@ -24,17 +24,16 @@ from fabric_pipelines.errors import (
     EngineBusy,
     EngineFailed,
     FabricError,
-    SchemaError,
     TransientError,
 )
-from fabric_pipelines.records.arrow import require_schema
 from fabric_pipelines.records.batch import Budget
-from fabric_pipelines.records.completion import COMPLETION_SCHEMA
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.backpressure import Ladder, Rung, Signals
 from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.first_batch import FirstBatch
 from fabric_pipelines.worker.outbox import Outbox
+from fabric_pipelines.worker.results import Results
 from fabric_pipelines.worker.reuse import Reuse
 from fabric_pipelines.worker.supply import Supply
 from fabric_pipelines.worker.throughput import Throughput
@@ -98,7 +97,8 @@ class Pace:
     """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
     at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
     a broker that is away, or for a step; an engine that makes no progress for `stall_s` is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
-    longer than `patience_s`, since nobody would start it for a worker that is about to end."""
+    longer than `patience_s`, since nobody would start it for a worker that is about to end. `start_full_s` bounds how long the
+    first work waits for more (see first_batch), 0 = not at all."""
 
     heartbeat_s: float = 5.0
     coalesce_s: float = 0.05
@@ -112,6 +112,7 @@ class Pace:
     stall_s: float = 600.0  # below the pulse's, which then lets the leases run out
     report_s: float = 30.0
     patience_s: float = 30.0
+    start_full_s: float = 2.0
     until_idle: bool = False
 
 
@@ -155,6 +156,12 @@ class WorkerLoop:
         self.outbox = outbox or Outbox()
         self.ladder = ladder or Ladder()
         self.supply = Supply()
+        self._results = Results(engine, self.supply)
+        self._first = FirstBatch(
+            engine.profile,
+            continuous=engine.capabilities.continuous,
+            wait_s=self._pace.start_full_s,
+        )
         self.counts = Throughput()
         self._reuse = Reuse(engine.stats, engine.profile.kv_cache_tokens)
         self._attached = False
@@ -442,6 +449,7 @@ class WorkerLoop:
         for _ in range(LEASES_PER_REFILL_MAX):
             room = self._room(rung)
             if room is None:
+                self._first.enough_is_in_hand()
                 return
             asked_s = self._now()
             try:
@@ -465,6 +473,7 @@ class WorkerLoop:
                     )  # a renewal tells when to come back
                     return
                 self._source_is_dry = True
+                self._first.nothing_came()
                 self._ask_s = self._now() + self._ask_delay
                 self._ask_delay = min(2 * self._ask_delay, self._pace.ask_again_max_s)
                 return
@@ -479,6 +488,7 @@ class WorkerLoop:
             self._ask_s = self._now() + self._pace.ask_again_max_s
             return False
         self.counts.leases += 1
+        self._first.came(self._now())
         finished = frozenset(self.outbox.task_ids()) if self.outbox.tasks else frozenset()
         self.supply.take(lease, finished=finished)
         return True
@@ -519,6 +529,9 @@ class WorkerLoop:
         return self.supply.kv_tokens - round(self.supply.tokens * self._reuse.share())
 
     def _feed(self) -> None:
+        asks = self._attached and self.ladder.rung < Rung.HOLD
+        if not self._first.is_due(self.supply, self._now(), asks=asks):
+            return
         while (lease := self.supply.next_lease()) is not None and self._may_feed(lease):
             try:
                 self._engine.submit(lease)
@@ -530,13 +543,19 @@ class WorkerLoop:
                 self.supply.fed()  # what breaks an engine on its way in was tried: the broker finds it by halving
                 raise
             self._busy_since_s = None
-            self._fed_s = self._now() if self._fed_s is None else self._fed_s
+            self._note_first()
             self.supply.fed()
             self._suspect_inside = _is_suspect(lease)
             self._close_gap()
             if self._lane not in (None, lease.lane):
                 self.counts.lane_switches += 1
             self._lane = lease.lane
+
+    def _note_first(self) -> None:
+        if not self._first.begun:
+            self._fed_s = self._now()
+            self.counts.first_fill = self._first.share(self.supply)
+            self.counts.first_wait_s = self._first.begin(self._fed_s)
 
     def _may_feed(self, lease: Lease) -> bool:
         """A lease with an earlier failed attempt runs alone: if it brings the engine down again, nothing else
@@ -603,7 +622,8 @@ class WorkerLoop:
 
     def _pause(self) -> float:
         """Nothing runs: until the next thing is due."""
-        if self.supply.waiting:  # the engine is busy with nothing of ours
+        first_s = self._first.waits_until_s()
+        if self.supply.waiting and first_s is None:  # the engine is busy with nothing of ours
             return self._pace.poll_s
         if not self._attached:
             due = self._retry_s
@@ -611,25 +631,15 @@ class WorkerLoop:
             due = self._renew_s
         else:
             due = min(self._ask_s, self._renew_s)
+        if self.supply.waiting and first_s is not None:
+            due = min(due, first_s)
         return min(max(due - self._now(), 0.001), self._pace.ask_again_max_s)
 
     def _collect(self, batch: pa.RecordBatch) -> None:
-        try:
-            require_schema(batch, COMPLETION_SCHEMA, "a result")
-        except SchemaError as fault:
-            raise EngineFailed(
-                f"engine {self._engine.name} returned what is no completion batch ({fault})"
-            ) from fault
-        tasks: list[int] = batch.column("task_id").to_pylist()
-        stray = [task for task in tasks if not self.supply.is_inside(task)]
-        if stray or len(set(tasks)) != len(tasks):
-            raise EngineFailed(
-                f"engine {self._engine.name} returned task {(stray or tasks)[0]}, which it does not "
-                "hold or has returned before: its results cannot be trusted"
-            )
-        self.supply.finish(tasks)
+        batch = self._results.taken(batch)
         self.outbox.put(batch, self._now())
         self._count_tokens(batch)
+        self.counts.wrong = self._results.wrong
         for status in batch.column("status").to_pylist():
             if status == "ok":
                 self.counts.ok += 1

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.clock import SYSTEM_CLOCK
 from fabric_pipelines.device import calls
 from fabric_pipelines.device.energy import CardMeter, card_id, visible
-from fabric_pipelines.errors import DeviceRefused, ManifestRefused
+from fabric_pipelines.errors import DeviceRefused, ManifestRefused, UsageError
 from fabric_pipelines.models import contents
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.settings import Settings, make_runtime_folder
@@ -32,7 +33,11 @@ from fabric_pipelines.waits import Waits
 from fabric_pipelines.worker.account import WorkerAccount
 from fabric_pipelines.worker.device_lock import DeviceLock, device_kind
 from fabric_pipelines.worker.engines.door import Engine
-from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
+from fabric_pipelines.worker.engines.registry import (
+    checkpoint_runtime,
+    construct_engine,
+    engine_folder,
+)
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
 from fabric_pipelines.worker.meter import RunMeter
 from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, probe
@@ -65,9 +70,21 @@ def require_manifest(engine: Engine, device: str) -> None:
 
 
 def run_engine(
-    name: str, settings: Settings, *, device: str, until_idle: bool = False
+    name: str,
+    settings: Settings,
+    *,
+    device: str,
+    until_idle: bool = False,
+    steps_ahead: int | None = None,
 ) -> dict[str, Any]:
-    """The registry's engine `name` as a worker; the exit line's counters."""
+    """The registry's engine `name` as a worker; the exit line's counters. steps_ahead: of this worker instead of the setting,
+    UsageError for an engine that has no such thing."""
+    if steps_ahead is not None:
+        if checkpoint_runtime(name) != "vllm":
+            raise UsageError(
+                f"engine {name} takes no --steps-ahead: only a vLLM engine (NAME@vllm...) has a scheduler that runs ahead"
+            )
+        settings = replace(settings, steps_ahead=steps_ahead)
     seen = _seen(device)
     card = _card(seen)
     engine = _constructed(name, settings, device, seen)
@@ -115,7 +132,13 @@ def _constructed(name: str, settings: Settings, device: str, seen: str) -> Engin
         # those of NVML, which counts in PCI order and not by speed; vLLM reads a number where there is one.
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         os.environ["CUDA_VISIBLE_DEVICES"] = seen
-    return construct_engine(name, cache=settings.models, threads=settings.threads, device=kind)
+    return construct_engine(
+        name,
+        cache=settings.models,
+        threads=settings.threads,
+        device=kind,
+        steps_ahead=settings.steps_ahead,
+    )
 
 
 def run_worker(
@@ -153,7 +176,11 @@ def run_worker(
             device=device,
             wait=partial(_wait, stop),
             tell=tell,
-            pace=Pace(heartbeat_s=heartbeat_s, until_idle=until_idle),
+            pace=Pace(
+                heartbeat_s=heartbeat_s,
+                until_idle=until_idle,
+                start_full_s=settings.start_full_ms / 1000,
+            ),
             meter=RunMeter(joules, calls.read),
         )
         pulse = Pulse(

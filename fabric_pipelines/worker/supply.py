@@ -1,6 +1,6 @@
 """Leased work in hand: what waits beside the engine, what is inside it, and how many tokens that is.
 
-Only here does the worker know which ids it answers for. Whole leases wait in order and go to the engine
+Only here does the worker know which ids it answers for, and what was asked of each. Whole leases wait in order and go to the engine
 whole; a lease whose rows were lost to an expiry is cut down to the rows that are still ours.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -16,19 +17,45 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.task import token_counts
 
 
+class Asked(NamedTuple):
+    """What the sampling of a lease asks for. output, vector: which of them a result holds (both, where the kind is none that
+    is known here: one of them is then as good as the other); layers: how many lie end to end in its vector."""
+
+    output: bool
+    vector: bool
+    layers: int
+
+
+class Given(NamedTuple):
+    """A task as its result is compared with it; prompt in tokens, new: at most so many more."""
+
+    prompt: int
+    new: int
+    source_row: int
+    attempts: int
+    metadata: bytes
+    asked: Asked
+
+
+def asked_of(lease: Lease) -> Asked:
+    kind, layers = lease.sampling.get("kind"), lease.sampling.get("layers")
+    several = len(layers) if kind == "hidden" and isinstance(layers, list | tuple) else 1
+    return Asked(kind not in ("hidden", "embed"), kind != "generate", max(several, 1))
+
+
 class Supply:
     """Counts are exact at every moment; tokens are prompt tokens, kv_tokens prompt plus output cap."""
 
     def __init__(self) -> None:
         self._waiting: deque[Lease] = deque()
-        self._sizes: dict[int, tuple[int, int]] = {}
+        self._given: dict[int, Given] = {}
         self._inside: set[int] = set()
         self.tokens = 0
         self.kv_tokens = 0
         self.inside_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._given)
 
     @property
     def waiting(self) -> int:
@@ -46,25 +73,33 @@ class Supply:
         return task in self._inside
 
     def task_ids(self) -> list[int]:
-        return list(self._sizes)
+        return list(self._given)
+
+    def given(self, tasks: Iterable[int]) -> list[Given]:
+        """Of tasks in hand, in their order."""
+        return [self._given[task] for task in tasks]
 
     def take(self, lease: Lease, *, finished: Collection[int] = ()) -> None:
         """Add a lease. Rows in hand already, or `finished` and not yet sent, are left out: their lease ran
         out and came back to us, and the result on its way answers for both."""
         ids = _ids(lease.tasks)
-        fresh = [task not in self._sizes and task not in finished for task in ids]
+        fresh = [task not in self._given and task not in finished for task in ids]
         if not all(fresh):
             if not any(fresh):
                 return
             lease = replace(lease, tasks=lease.tasks.filter(pa.array(fresh)))
-        prompts = token_counts(lease.tasks)
-        totals = prompts + lease.tasks.column("max_new_tokens").to_numpy()
-        for task, prompt, total in zip(
-            _ids(lease.tasks), prompts.tolist(), totals.tolist(), strict=True
+        asked, rows = asked_of(lease), lease.tasks
+        prompts = token_counts(rows)
+        columns = (
+            rows.column(name).to_pylist()
+            for name in ("task_id", "max_new_tokens", "source_row", "attempts", "metadata")
+        )
+        for prompt, task, new, source_row, attempts, metadata in zip(
+            prompts.tolist(), *columns, strict=True
         ):
-            self._sizes[task] = (prompt, total)
+            self._given[task] = Given(prompt, new, source_row, attempts, metadata, asked)
             self.tokens += prompt
-            self.kv_tokens += total
+            self.kv_tokens += prompt + new
         self._waiting.append(lease)
 
     def next_lease(self) -> Lease | None:
@@ -75,17 +110,17 @@ class Supply:
         """The engine took the lease that `next_lease` gave."""
         for task in _ids(self._waiting.popleft().tasks):
             self._inside.add(task)
-            self.inside_tokens += self._sizes[task][0]
+            self.inside_tokens += self._given[task].prompt
 
     def finish(self, tasks: Iterable[int]) -> None:
         """These ids left our hands: finished, or handed back."""
         for task in tasks:
-            prompt, total = self._sizes.pop(task)
-            self.tokens -= prompt
-            self.kv_tokens -= total
+            given = self._given.pop(task)
+            self.tokens -= given.prompt
+            self.kv_tokens -= given.prompt + given.new
             if task in self._inside:
                 self._inside.remove(task)
-                self.inside_tokens -= prompt
+                self.inside_tokens -= given.prompt
 
     def drop_waiting(self) -> list[int]:
         """Forget everything that waits beside the engine; the ids are for the nack."""

@@ -16,17 +16,19 @@ from fabric_pipelines.worker.gaps import Gaps
 
 @dataclass(slots=True)
 class Throughput:
-    """ok, refused, failed: outcomes of the engine. sent: results the broker took; duplicates, late, unknown: as
+    """ok, refused, failed: outcomes of the engine; wrong: those of the failed that the engine called ok (worker.results). sent: results the broker took; duplicates, late, unknown: as
     it answered instead. expired: tasks lost to a lease that ran out. undelivered: results left at the end. lease_s,
     send_s: seconds the loop waited for the broker's answer; an engine with a thread of its own ran on meanwhile.
     prompt_tokens, output_tokens: of outcomes that are ok. fill_s: seconds with work inside, each weighed by the share of
-    the batch's places that was taken; filled_s: the same seconds as they are."""
+    the batch's places that was taken; filled_s: the same seconds as they are. first_fill, first_wait_s: share of the budget
+    that was in hand when the engine was first given work, None before, and how long that waited for it (first_batch)."""
 
     leases: int = 0
     lane_switches: int = 0
     ok: int = 0
     refused: int = 0
     failed: int = 0
+    wrong: int = 0
     sends: int = 0
     sent: int = 0
     duplicates: int = 0
@@ -46,6 +48,8 @@ class Throughput:
     output_tokens: int = 0
     fill_s: float = 0.0
     filled_s: float = 0.0
+    first_fill: float | None = None
+    first_wait_s: float = 0.0
     seconds: float = 0.0
 
     def close_gap(self, seconds: float) -> None:
@@ -78,6 +82,7 @@ class Throughput:
             "device_s": stats.device_s if on_device else None,
             "device_busy_share": _share(stats.device_s, self.seconds) if on_device else None,
             "device_gap_lengths": stats.device_gaps.as_json() if on_device else None,
+            "steps_ahead": stats.extra.get("steps_ahead"),
             "rungs": dict(rungs),
         }
 

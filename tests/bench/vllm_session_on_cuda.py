@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--landed-s", type=float, default=600.0)
     parser.add_argument("--soak-s", type=float, default=490.0)
     parser.add_argument(
-        "--ahead", type=int, default=supply.STEPS_AHEAD, help="steps, at most; 1: vLLM as it is"
-    )
+        "--steps-ahead", type=int, default=supply.STEPS_AHEAD,
+        help="at most, as the setting of a worker; 1: vLLM as it is",
+    )  # fmt: skip
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--prefix-sequences", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda: servers.append(stack.enter_context(behind.postgres(home / "pg"))),
         )
         limits = Limits(given.sequences, given.step_tokens, 2048, 4096)
-        options = VllmOptions(steps_ahead=given.ahead, whole_answers=given.ahead > 1)
+        options = VllmOptions(steps_ahead=given.steps_ahead, whole_answers=given.steps_ahead > 1)
         engine, load_s = supply.open_shape(home, "fp8", limits, options)
         stack.callback(engine.close)
         say({"engine": engine.name, "load_s": round(load_s, 1), **engine.profile.as_json()})
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     sequences,
                     step_tokens,
                     group,
-                    ahead=supply.STEPS_AHEAD,
+                    ahead=max(given.steps_ahead, 2),
                     whole_answers=True,
                     traced=True,
                 ),
@@ -126,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [
                 row
                 for row in rows
-                if row.ahead <= given.ahead and (given.ahead > 1 or not row.whole_answers)
+                if row.ahead <= given.steps_ahead
+                and (given.steps_ahead > 1 or not row.whole_answers)
             ]
             told = levers_on_cuda.measure(engine, rows, SETTLE_S, COUNT_S, out / "traces")
             for row, found in zip(rows, told, strict=True):
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = max(
             rates,
             key=rates.__getitem__,
-            default=Lever(0, 0, ahead=given.ahead, whole_answers=given.ahead > 1),
+            default=Lever(0, 0, ahead=given.steps_ahead, whole_answers=given.steps_ahead > 1),
         )
         for row, rate in rates.items():
             if row.ahead < best.ahead and row.whole_answers and WORTH * rate > rates[best]:

@@ -84,7 +84,9 @@ def test_rows_of_a_table_never_analysed_are_unknown_and_not_minus_one(database: 
     rows = {row["name"]: row["rows"] for row in _fabric(database, "status")["tables"]}
     assert rows["embed"] is None
     shown = CliRunner().invoke(app, ["--set", f"pg_url={database.url}", "db", "status"]).stdout
-    _, _, tables = shown.partition("tables\n")  # above stand a URL and names of folders, which may hold anything
+    _, _, tables = shown.partition(
+        "tables\n"
+    )  # above stand a URL and names of folders, which may hold anything
     assert "unknown" in tables
     assert "-1" not in tables
     with database.session() as connection:

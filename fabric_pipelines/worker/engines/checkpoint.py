@@ -15,6 +15,7 @@ from typing import Any
 
 from fabric_pipelines.errors import ManifestRefused, ModelMissing
 from fabric_pipelines.ids import digest
+from fabric_pipelines.models.description import json_object
 from fabric_pipelines.models.recipes import CONTENTS, MANIFEST, Limits
 from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.manifest import EngineManifest
@@ -93,7 +94,8 @@ def describe(
         "facts": {
             "context": config["max_position_embeddings"],
             "vocab_size": config["vocab_size"],
-            "layers": config.get("num_hidden_layers", 0),
+            "layers": config.get("num_hidden_layers") or 0,
+            "dim": config.get("hidden_size") or 0,
             "eos_ids": sorted(eos_ids),
             "weights": weights,
         },
@@ -106,11 +108,16 @@ def describe(
 def read_config(folder: Path) -> dict[str, Any]:
     """The model's config.json; ManifestRefused when it does not tell what a manifest must be compared with."""
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, json.JSONDecodeError) as fault:
+        config = json_object((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as fault:
         raise ManifestRefused(f"{folder / CONFIG} is not readable ({fault})") from fault
     needed = ("architectures", "max_position_embeddings", "vocab_size")
     missing = [name for name in needed if not config.get(name)]
     if missing:
         raise ManifestRefused(f"{folder / CONFIG} lacks {', '.join(missing)}", ("architecture",))
-    return dict(config)
+    named = config["architectures"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ManifestRefused(
+            f"{folder / CONFIG} has architectures {named!r}, no list of names", ("architecture",)
+        )
+    return config

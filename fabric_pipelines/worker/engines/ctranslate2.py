@@ -41,7 +41,13 @@ class Ctranslate2Engine(SteppingEngine):
             name,
             manifest,
             folder.fingerprint,
-            Capabilities(frozenset({"generate"}), continuous=False, packed=True, device="cpu"),
+            Capabilities(
+                frozenset({"generate"}),
+                continuous=False,
+                packed=True,
+                device="cpu",
+                vocab_size=folder.facts["vocab_size"],
+            ),
             Profile(
                 max_batch_size=manifest.max_batch_size,
                 max_num_tokens=manifest.max_num_tokens,

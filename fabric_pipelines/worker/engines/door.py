@@ -2,6 +2,7 @@
 
 An engine takes leased tasks, runs them on its own terms and hands back completion batches in whatever order
 they finish. It reports refusals and failures per task; it raises EngineFailed only when it can go on no longer.
+What it hands back is compared with what it was given before it counts (worker.results).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from fabric_pipelines.worker.gaps import Gaps
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """kinds: sampling kinds it serves; continuous: refills per finished task (in-flight batching) instead of
-    per batch; packed: sequences lie end to end, so nothing is padded; device: "cpu" or "cuda"."""
+    per batch; packed: sequences lie end to end, so nothing is padded; device: "cpu" or "cuda"; vocab_size: token ids are
+    below it; dim: numbers of one layer's vector. The last two are what results are compared with, 0 where not known."""
 
     kinds: frozenset[str]
     continuous: bool
     packed: bool
     device: str
+    vocab_size: int = 0
+    dim: int = 0
 
 
 @dataclass(slots=True)

@@ -11,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from fabric_pipelines import models
+from fabric_pipelines.errors import DeviceRefused, UsageError
 from fabric_pipelines.screen import plain
 from fabric_pipelines.worker.engines.agreement import Told
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.registry import construct_engine, engine_folder
 
+KINDS = ("cpu", "cuda")
+
 
 def inspect(
-    name: str, *, cache: Path, threads: int, device: str = "cpu", opened: bool = False
+    name: str, *, cache: Path, threads: int, device: str | None = None, opened: bool = False
 ) -> dict[str, Any]:
-    """Keys engine, fingerprint, folder, device, kinds, continuous, packed, manifest, profile, told (empty unless
+    """device: "cpu" or "cuda", None = the engine's own; DeviceRefused for one that it does not run on. Keys engine, fingerprint, folder, device, kinds, continuous, packed, manifest, profile, told (empty unless
     `opened`). Raises what constructing and opening raise: ManifestRefused by field, MissingDependency, ..."""
-    engine = construct_engine(name, cache=cache, threads=threads, device=device)
+    if device not in (None, *KINDS):
+        raise UsageError(f"device {device!r} is no kind of device; it is {' or '.join(KINDS)}")
+    engine = construct_engine(name, cache=cache, threads=threads, device=device or "cpu")
+    runs_on = engine.capabilities.device
+    if device not in (None, runs_on):
+        raise DeviceRefused(
+            f"engine {name} runs on {runs_on} only, not on {device}: leave --device out, or choose another engine"
+        )
     told: Mapping[str, Told] = {}
     if opened:
         engine.open()

@@ -51,7 +51,13 @@ class OnnxRuntimeEngine(SteppingEngine):
             name,
             manifest,
             folder.fingerprint,
-            Capabilities(frozenset({self.kind}), continuous=False, packed=self.packs, device="cpu"),
+            Capabilities(
+                frozenset({self.kind}),
+                continuous=False,
+                packed=self.packs,
+                device="cpu",
+                dim=folder.facts["dim"],
+            ),
             Profile(
                 max_batch_size=min(self.step_tokens, manifest.max_batch_size),
                 max_num_tokens=min(self.step_tokens, manifest.max_num_tokens),
@@ -60,6 +66,8 @@ class OnnxRuntimeEngine(SteppingEngine):
             ),
         )
         self._folder, self._threads = folder, threads
+        self._vocab_size: int = folder.facts["vocab_size"]
+        self._last_layer: int = folder.facts["layers"]
         self._runtime: Any = None
         self._session: Any = None
         self._graph: GraphFacts | None = None
@@ -121,8 +129,7 @@ class OnnxRuntimeEngine(SteppingEngine):
         self._session = self._graph = None
 
     def _objection(self, task: Task) -> str | None:
-        facts = self._folder.facts
-        return pass_objection(task, {self.kind}, facts["vocab_size"], facts["layers"])
+        return pass_objection(task, {self.kind}, self._vocab_size, self._last_layer)
 
 
 class HiddenEngine(OnnxRuntimeEngine):
@@ -137,7 +144,7 @@ class HiddenEngine(OnnxRuntimeEngine):
 
     def _load(self) -> None:
         super()._load()
-        self._depth: int = self._folder.facts["layers"]
+        self._depth: int = self._last_layer
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
         return in_order(

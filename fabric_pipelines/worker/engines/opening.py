@@ -14,6 +14,8 @@ from typing import Any
 
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models import contents
+from fabric_pipelines.models.description import TwiceNamed, json_object, remedy
+from fabric_pipelines.models.recipes import MANIFEST
 from fabric_pipelines.records.manifest import EngineManifest
 
 
@@ -29,14 +31,8 @@ class EngineFolder:
 
 def read_folder(path: Path) -> EngineFolder:
     """Manifest, fingerprint and facts of a part; checks them against each other and the files' sizes."""
-    try:
-        fields = json.loads((path / "manifest.json").read_bytes())
-        described = contents(path)
-    except (OSError, json.JSONDecodeError) as fault:
-        raise ManifestRefused(f"{path} is not a readable engine folder ({fault})") from fault
-    if not isinstance(fields, dict):
-        raise ManifestRefused(f"{path / 'manifest.json'} is not an object of nine fields")
-    manifest = EngineManifest.from_json(fields)
+    manifest = EngineManifest.from_json(_nine_fields(path))
+    described = contents(path)
     facts = described["facts"]
     too_long = [
         name
@@ -50,12 +46,31 @@ def read_folder(path: Path) -> EngineFolder:
             tuple(too_long),
         )
     for name, entry in described["files"].items():
-        if (path / name).stat().st_size != entry["size"]:
+        try:
+            size = (path / name).stat().st_size
+        except OSError as fault:
             raise ManifestRefused(
-                f"{path / name} has not the size it was written with: delete {path} and run "
-                "`fabric models pull` again"
+                f"{path / name} cannot be read ({fault.strerror or fault}): {remedy(path)}"
+            ) from fault
+        if size != entry["size"]:
+            raise ManifestRefused(
+                f"{path / name} has not the size it was written with: {remedy(path)}"
             )
     return EngineFolder(path, manifest, manifest.fingerprint(described["weights_sha256"]), facts)
+
+
+def _nine_fields(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        return json_object(file.read_bytes())
+    except TwiceNamed as fault:
+        raise ManifestRefused(
+            f"engine manifest refused: {fault.key} is there twice in {file}", (fault.key,)
+        ) from fault
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
+        raise ManifestRefused(f"{path} is not a readable engine folder ({fault})") from fault
+    except ValueError as fault:
+        raise ManifestRefused(f"{file} is not an object of nine fields") from fault
 
 
 def require(manifest: EngineManifest, field: str, found: Any, where: str) -> None:

@@ -6,12 +6,12 @@ opens, so nothing here decides whether to run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fabric_pipelines.errors import DeviceRefused, ModelMissing
-from fabric_pipelines.models.recipes import CONTENTS, MANIFEST
+from fabric_pipelines.models import contents
+from fabric_pipelines.models.recipes import MANIFEST
 from fabric_pipelines.worker.engines.names import folder_of
 
 PLANS = "plans"  # <model cache>/plans/<engine name>/<folder_name>/
@@ -44,8 +44,7 @@ def plan_folder(
         return folders[0]
     major, minor = (capability or card_capability)()
     for folder in folders:
-        facts = json.loads((folder / CONTENTS).read_bytes())["facts"]
-        if f"{major}.{minor}" in facts["compute_capabilities"]:
+        if f"{major}.{minor}" in contents(folder)["facts"]["compute_capabilities"]:
             return folder
     built = ", ".join(folder.name for folder in folders)
     raise DeviceRefused(

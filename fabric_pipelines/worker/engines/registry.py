@@ -42,6 +42,16 @@ class EngineSpec:
     generate_keys: frozenset[str] = SAMPLING_KEYS
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an engine is opened on this machine, never what it answers: threads of a processor, "cpu" or "cuda", and steps
+    that vLLM's scheduler runs ahead, None = as its adapter has it."""
+
+    threads: int
+    device: str
+    steps_ahead: int | None
+
+
 def _ctranslate2(name: str, folder: EngineFolder, threads: int) -> Engine:
     from fabric_pipelines.worker.engines.ctranslate2 import Ctranslate2Engine
 
@@ -60,19 +70,20 @@ def _embed(name: str, folder: EngineFolder, threads: int) -> Engine:
     return EmbedEngine(name, folder, threads)
 
 
-def _vllm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
-    from fabric_pipelines.worker.engines.vllm import VllmEngine
+def _vllm(name: str, folder: EngineFolder, how: Opening) -> Engine:
+    from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
 
-    return VllmEngine(name, folder)
+    options = None if how.steps_ahead is None else VllmOptions(steps_ahead=how.steps_ahead)
+    return VllmEngine(name, folder, options)
 
 
-def _transformers(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+def _transformers(name: str, folder: EngineFolder, how: Opening) -> Engine:
     from fabric_pipelines.worker.engines.transformers import transformers_engine
 
-    return transformers_engine(name, folder, threads, device)
+    return transformers_engine(name, folder, how.threads, how.device)
 
 
-def _tensorrt_llm(name: str, folder: EngineFolder, threads: int, device: str) -> Engine:
+def _tensorrt_llm(name: str, folder: EngineFolder, how: Opening) -> Engine:
     from fabric_pipelines.worker.engines.tensorrt_llm import TensorRtLlmEngine
 
     return TensorRtLlmEngine(name, folder)
@@ -85,8 +96,8 @@ def _tensorrt(name: str, folder: EngineFolder) -> Engine:
 
 
 # Runtimes that open a described checkpoint; an engine `<anything>@<runtime>...` is one of theirs.
-CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, int, str], Engine]] = (
-    MappingProxyType({"vllm": _vllm, "transformers": _transformers, "tensorrt_llm": _tensorrt_llm})
+CHECKPOINT_ENGINES: Mapping[str, Callable[[str, EngineFolder, Opening], Engine]] = MappingProxyType(
+    {"vllm": _vllm, "transformers": _transformers, "tensorrt_llm": _tensorrt_llm}
 )
 
 
@@ -187,16 +198,18 @@ def open_engine(name: str, *, cache: Path, threads: int) -> Engine:
     return engine
 
 
-def construct_engine(name: str, *, cache: Path, threads: int, device: str = "cpu") -> Engine:
+def construct_engine(
+    name: str, *, cache: Path, threads: int, device: str = "cpu", steps_ahead: int | None = None
+) -> Engine:
     """As open_engine, without loading: manifest and fingerprint are known, no device is touched. device: "cpu" or
-    "cuda", for engines that run on either."""
+    "cuda", for engines that run on either; steps_ahead: of vLLM's, which nobody else has."""
     folder = read_folder(engine_folder(name, cache))
     if plan_runtime(name) is not None:
         return _tensorrt(name, folder)
     threads = threads or len(os.sched_getaffinity(0))
     runtime = checkpoint_runtime(name)
     if runtime is not None:
-        return CHECKPOINT_ENGINES[runtime](name, folder, threads, device)
+        return CHECKPOINT_ENGINES[runtime](name, folder, Opening(threads, device, steps_ahead))
     return engine_spec(name).build(name, folder, threads)
 
 

@@ -86,7 +86,11 @@ class TensorRtEngine:
         self.manifest = manifest
         self.fingerprint = folder.fingerprint
         self.capabilities = Capabilities(
-            frozenset({"hidden"}), continuous=False, packed=True, device="cuda"
+            frozenset({"hidden"}),
+            continuous=False,
+            packed=True,
+            device="cuda",
+            dim=folder.facts.get("dim", 0),  # not told by plans that were built before it was asked
         )
         self.profile = Profile(
             max_batch_size=manifest.max_batch_size,

@@ -86,7 +86,11 @@ class TensorRtLlmEngine(ByRequest[Driver]):
         self.manifest = limits
         self.fingerprint = folder.fingerprint
         self.capabilities = Capabilities(
-            frozenset({"generate"}), continuous=True, packed=True, device="cuda"
+            frozenset({"generate"}),
+            continuous=True,
+            packed=True,
+            device="cuda",
+            vocab_size=folder.facts["vocab_size"],
         )
         self._folder, self._options, self._clock = folder, options or TensorRtLlmOptions(), clock
         self.profile = Profile(

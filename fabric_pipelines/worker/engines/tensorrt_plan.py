@@ -125,6 +125,7 @@ def build_plan(
         "facts": {
             "context": facts.context,
             "vocab_size": vocab_size,
+            "dim": facts.dim,
             "layers": sorted(set(layers)),
             "profile_ends": ends,
             "compute_capabilities": [f"{major}.{minor}" for major, minor in capabilities],

@@ -92,7 +92,16 @@ class TransformersEngine(SteppingEngine):
             name,
             manifest,
             folder.fingerprint,
-            Capabilities(kinds, continuous=False, packed=True, device=device),
+            Capabilities(
+                kinds,
+                continuous=False,
+                packed=True,
+                device=device,
+                vocab_size=folder.facts["vocab_size"],
+                dim=folder.facts.get(
+                    "dim", 0
+                ),  # not told by folders that were described before it was asked
+            ),
             Profile(
                 max_batch_size=manifest.max_batch_size,
                 max_num_tokens=manifest.max_num_tokens,

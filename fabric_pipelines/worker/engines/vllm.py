@@ -21,9 +21,10 @@ import pyarrow as pa
 
 from fabric_pipelines import models
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDependency
+from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDependency, UsageError
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.settings import range_of
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.by_request import ByRequest
 from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
@@ -55,6 +56,7 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 
 GRAPH_STEP = 64  # between sizes from 512 on: a step is padded to the next one
 AHEAD = "fabric_pipelines.worker.engines.vllm_ahead"  # imported by vLLM's own process, never here
 STEPS_AHEAD = "fabric_steps_ahead"  # as vllm_ahead reads it
+STEPS_AHEAD_RANGE = range_of("steps_ahead")
 GRAPHS_MOST = (
     1024  # tokens; a larger step runs so long on the card that its launches hide behind it
 )
@@ -113,6 +115,12 @@ class VllmOptions:
     steps_ahead: int = 2
     whole_answers: bool = True
 
+    def __post_init__(self) -> None:
+        if self.steps_ahead not in STEPS_AHEAD_RANGE:
+            raise UsageError(
+                f"steps_ahead of vLLM is {self.steps_ahead!r}; it must be {STEPS_AHEAD_RANGE}"
+            )
+
 
 def graph_sizes(sequences: int) -> list[int]:
     """Token counts of the steps that are captured as CUDA graphs: up to a full batch that only decodes. vLLM itself stops at
@@ -138,12 +146,17 @@ class VllmEngine(ByRequest[Driver]):
         self.manifest = folder.manifest
         self.fingerprint = folder.fingerprint
         self.capabilities = Capabilities(
-            frozenset({"generate"}), continuous=True, packed=True, device="cuda"
+            frozenset({"generate"}),
+            continuous=True,
+            packed=True,
+            device="cuda",
+            vocab_size=folder.facts["vocab_size"],
         )
         self.profile = self._profile(kv_cache_tokens=folder.manifest.max_seq_len)
-        self.stats = EngineStats()
         self.llm: Any = None
         self._folder, self._options, self._clock = folder, options or VllmOptions(), clock
+        self.stats = EngineStats()
+        self.stats.extra["steps_ahead"] = float(self._options.steps_ahead)
         self._eos_ids: list[int] = list(folder.facts["eos_ids"])
         self._outbox = Outbox(name, self.fingerprint)
         self._driver: Driver | None = None

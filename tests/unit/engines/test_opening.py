@@ -49,6 +49,8 @@ def test_nine_fields_are_read_from_the_folder(name: str, tiny_cache: Path) -> No
     assert len(fields) == 9
     assert engine.manifest.as_json() == fields
     assert engine.capabilities.kinds == registry.engine_spec(name).kinds
+    told = engine.capabilities.vocab_size or engine.capabilities.dim
+    assert told > 0, "results are compared with it"
 
 
 @pytest.mark.parametrize("name", ENGINES)

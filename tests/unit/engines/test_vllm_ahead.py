@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from fabric_pipelines.errors import UsageError
+from fabric_pipelines.settings import Settings
+from fabric_pipelines.worker.engines import registry
 from fabric_pipelines.worker.engines import vllm as vllm_engine
+from fabric_pipelines.worker.throughput import Throughput
 from tests.unit.engines.vllm_over_standin import VllmOverStandin
 
 FINAL, EACH = "final", "cumulative"
@@ -128,3 +132,25 @@ def test_vllm_is_asked_for_nothing_of_it_with_its_own_scheduler(
     assert not names & set(made.build(steps_ahead=1, whole_answers=False)._arguments())
     assert made.build()._arguments()["additional_config"] == {vllm_engine.STEPS_AHEAD: 2}
     assert names <= set(made.build()._arguments())
+
+
+@pytest.mark.parametrize("value", [0, -1, 9, 2.0, True, "3"])
+def test_steps_ahead_that_nobody_runs_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"steps_ahead of vLLM is .*; it must be a whole number from 1 to 8"):  # fmt: skip
+        vllm_engine.VllmOptions(steps_ahead=value)
+
+
+def test_a_worker_s_steps_ahead_reach_vllm_and_its_counters_and_change_no_fingerprint(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    made = VllmOverStandin(tmp_path / "checkpoints" / "tiny@vllm", monkeypatch)
+    two, three = (
+        registry.construct_engine("tiny@vllm", cache=tmp_path, threads=1, steps_ahead=steps)
+        for steps in (None, 3)
+    )
+    assert isinstance(three, vllm_engine.VllmEngine)
+    assert three._arguments()["additional_config"] == {vllm_engine.STEPS_AHEAD: 3}
+    assert Throughput().as_json(three.stats, {})["steps_ahead"] == 3
+    assert Throughput().as_json(two.stats, {})["steps_ahead"] == 2 == Settings().steps_ahead
+    assert two.fingerprint == three.fingerprint == made.build().fingerprint

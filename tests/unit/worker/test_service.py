@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fabric_pipelines.errors import BrokerUnavailable, ManifestRefused
+from fabric_pipelines.errors import BrokerUnavailable, ManifestRefused, UsageError
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
 from fabric_pipelines.worker import service
+from fabric_pipelines.worker.loop import Pace
 from fabric_pipelines.worker.profile_probe import keep, probe
 from fabric_pipelines.worker.pulse import Pulse
 from fabric_pipelines.worker.service import _opened, require_manifest, run_worker
@@ -69,6 +70,60 @@ def test_a_worker_computes_on_the_card_that_it_locks(
     told = service.run_engine("x@vllm", home_settings, device="cuda:1")
     assert seen == ["6", "PCI_BUS_ID"]
     assert told == {"card": "GPU-6"}
+
+
+def test_steps_ahead_are_the_setting_s_or_this_worker_s_own(
+    home_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def construct(name: str, **more: object) -> ScriptedEngine:
+        asked.append(more["steps_ahead"])
+        return ScriptedEngine()
+
+    monkeypatch.setattr(service, "construct_engine", construct)
+    monkeypatch.setattr(service, "run_worker", lambda *given, **more: {})
+    set_to_three = replace(home_settings, steps_ahead=3)
+    service.run_engine("x@vllm", home_settings, device="cpu:0")
+    service.run_engine("x@vllm", set_to_three, device="cpu:0")
+    service.run_engine("x@vllm", set_to_three, device="cpu:0", steps_ahead=1)
+    assert asked == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps", "says"),
+    [
+        ("x@vllm", 0, "setting steps_ahead is 0; it must be a whole number from 1 to 8"),
+        ("x@vllm", 9, "setting steps_ahead is 9"),
+        ("x@ctranslate2-int8", 3, "x@ctranslate2-int8 takes no --steps-ahead"),
+    ],
+)
+def test_steps_ahead_that_no_engine_runs_are_refused_before_one_is_constructed(
+    home_settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    steps: int,
+    says: str,
+) -> None:
+    monkeypatch.delattr(service, "construct_engine")
+    with pytest.raises(UsageError, match=says):
+        service.run_engine(engine, home_settings, device="cpu:0", steps_ahead=steps)
+
+
+def test_the_first_batch_waits_as_long_as_the_setting_says(
+    home_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces: list[Pace] = []
+
+    def loop(*given: object, pace: Pace, **more: object) -> None:
+        paces.append(pace)
+        raise BrokerUnavailable("seen enough")
+
+    monkeypatch.setattr(service, "WorkerLoop", loop)
+    for settings in (home_settings, replace(home_settings, start_full_ms=0)):
+        with pytest.raises(BrokerUnavailable, match="seen enough"):
+            run_worker(ScriptedEngine(), settings, device="cpu:0")
+    assert [pace.start_full_s for pace in paces] == [2.0, 0.0]
 
 
 def test_an_engine_whose_fingerprint_changes_on_opening_leases_nothing(
