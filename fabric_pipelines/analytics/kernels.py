@@ -21,6 +21,7 @@ from fabric_pipelines.errors import DeviceRefused
 RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
 SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
 REDUCE_ROWS = 1024  # rows of one partial: kRun of csr_reduce.cu
+SHARES_MAX = 4  # kShares of csr_select.cu
 WINDOW_BYTES = 1 << 30  # partial sums held at once
 WARP = 32
 
@@ -194,6 +195,49 @@ def csr_words(
         (partial, indptr, clusters, total),
     )
     return total
+
+
+def csr_quantiles(
+    gpu: Card,
+    value: DeviceArray,
+    flag: DeviceArray,
+    indptr: DeviceArray,
+    share: DeviceArray,
+    *,
+    blocks: int | None = None,
+) -> DeviceArray:
+    """value f64 [N], flag u8 [N] (0 counts), indptr i64 [K+1], share f64 [T], T <= 4 -> type-7 quantiles f64 [K, T].
+    Twin: reference.csr_select.csr_quantiles."""
+    clusters, shares = len(indptr) - 1, len(share)
+    assert 1 <= shares <= SHARES_MAX
+    quantile = gpu.empty((clusters, shares), np.float64)
+    for size, warps in (("small", clusters), ("large", clusters * THREADS // WARP)):
+        if clusters:
+            gpu.launch(
+                "csr_select",
+                f"csr_select_{size}",
+                blocks or gpu.blocks_for(warps),
+                (value, flag, indptr, clusters, share, shares, quantile),
+            )
+    return quantile
+
+
+def csr_copies(
+    gpu: Card, row_hash: DeviceArray, indptr: DeviceArray, *, blocks: int | None = None
+) -> tuple[DeviceArray, DeviceArray]:
+    """row_hash u64 [N, 2], indptr i64 [K+1] -> i64 [N]: the lowest row of the same cluster with the same hash; u64 [K]:
+    distinct rows. Twin: reference.csr_select.csr_copies. Holds 16 to 32 bytes a row for a table meanwhile."""
+    count, clusters = len(row_hash), len(indptr) - 1
+    copy_of, fresh = gpu.empty(count, np.int64), gpu.empty(count, np.uint64)
+    if count:
+        slots = 1 << (2 * count - 1).bit_length()
+        table = gpu.empty(slots, np.uint64)
+        gpu.fill(table, 0xFF)
+        grid = blocks or gpu.blocks_for(-(-count // REDUCE_ROWS))
+        where = (row_hash, indptr, count, clusters, table, slots - 1)
+        gpu.launch("csr_select", "csr_select_insert", grid, where)
+        gpu.launch("csr_select", "csr_select_find", grid, (*where, copy_of, fresh))
+    return copy_of, csr_words(gpu, fresh, indptr, blocks=blocks)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
