@@ -20,6 +20,7 @@ from fabric_pipelines.errors import DeviceRefused
 
 RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
 SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
+REDUCE_ROWS = 1024  # rows of one partial: kRun of csr_reduce.cu
 WINDOW_BYTES = 1 << 30  # partial sums held at once
 WARP = 32
 
@@ -71,7 +72,7 @@ def row_admit_into(
 
 
 def csr_centroid(
-    gpu: Gpu,
+    gpu: Card,
     rows: DeviceArray,
     weight: DeviceArray,
     indptr: DeviceArray,
@@ -111,7 +112,7 @@ def csr_centroid(
 
 
 def csr_radius(
-    gpu: Gpu,
+    gpu: Card,
     rows: DeviceArray,
     weight: DeviceArray,
     indptr: DeviceArray,
@@ -131,6 +132,68 @@ def csr_radius(
             (rows, weight, indptr, centroid, count, dim, clusters, radius2),
         )
     return radius2
+
+
+def csr_reduce(
+    gpu: Card,
+    value: DeviceArray,
+    flag: DeviceArray,
+    ids: DeviceArray,
+    indptr: DeviceArray,
+    *,
+    blocks: int | None = None,
+) -> tuple[DeviceArray, DeviceArray]:
+    """value f64 [N], flag u8 [N] (0 counts), ids i64 [N], indptr i64 [K+1] -> real f64 [K, 4]: sum, m2, least, most;
+    whole i64 [K, 2]: count, id of the least. Twin: reference.csr_reduce."""
+    count, clusters = len(value), len(indptr) - 1
+    runs = -(-count // REDUCE_ROWS)
+    real, whole = (gpu.empty((clusters, 4), np.float64), gpu.empty((clusters, 2), np.int64))
+    if clusters == 0:
+        return real, whole
+    partial = (
+        gpu.empty((runs + clusters, 4), np.float64),
+        gpu.empty((runs + clusters, 2), np.int64),
+    )
+    if count:
+        gpu.launch(
+            "csr_reduce",
+            "csr_reduce_moments",
+            blocks or gpu.blocks_for(runs),
+            (value, flag, ids, indptr, count, clusters, *partial),
+        )
+    gpu.launch(
+        "csr_reduce",
+        "csr_reduce_fold",
+        blocks or gpu.blocks_for(clusters),
+        (*partial, indptr, clusters, real, whole),
+    )
+    return real, whole
+
+
+def csr_words(
+    gpu: Card, word: DeviceArray, indptr: DeviceArray, *, blocks: int | None = None
+) -> DeviceArray:
+    """word u64 [N], indptr i64 [K+1] -> u64 [K, 2]: sum modulo 2^64, xor. Twin: reference.csr_reduce.csr_words."""
+    count, clusters = len(word), len(indptr) - 1
+    runs = -(-count // REDUCE_ROWS)
+    total = gpu.empty((clusters, 2), np.uint64)
+    if clusters == 0:
+        return total
+    partial = gpu.empty((runs + clusters, 2), np.uint64)
+    if count:
+        gpu.launch(
+            "csr_reduce",
+            "csr_reduce_words",
+            blocks or gpu.blocks_for(runs),
+            (word, indptr, count, clusters, partial),
+        )
+    gpu.launch(
+        "csr_reduce",
+        "csr_reduce_words_fold",
+        blocks or gpu.blocks_for(clusters),
+        (partial, indptr, clusters, total),
+    )
+    return total
 
 
 @dataclass(frozen=True, slots=True)

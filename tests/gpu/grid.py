@@ -1,13 +1,39 @@
-"""The edges every kernel is held to: dimensions, cluster sizes, and one store that has all sizes at once."""
+"""The edges every kernel is held to: dimensions, cluster sizes, and one store that has all sizes at once.
+
+A test of a kernel has one body and takes `card`: the kernel's source on the CPU (testing.host_gpu, always), and a real
+card where there is one. `both` gives each of them its own values: the host's are the edges that its time allows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
 from fabric_pipelines.analytics.csr import Csr
 
 DIMS = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 384, 768, 1000, 1024, 1025,
         1536, 3072, 4096]  # fmt: skip
+HOST_DIMS = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 257, 768, 1025]
 SIZES = [0, 1, 2, 31, 32, 33, 127, 128, 129, 4095, 4096, 4097]
 BAD = 40  # rows spoilt with NaN, Inf or zeros
+
+
+def both(names: str, cuda: Sequence[Any], host: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise `card` with `names`, each card with its own values."""
+    single = "," not in names
+    return pytest.mark.parametrize(
+        f"card,{names}",
+        [
+            pytest.param(where, *((value,) if single else value), marks=marks)
+            for where, values, marks in (("host", host, ()), ("cuda", cuda, pytest.mark.gpu))
+            for value in values
+        ],
+        indirect=["card"],
+    )
+
+
+every_dim = both("dim", DIMS, HOST_DIMS)
 
 
 def store(dim: int, seed: int = 0) -> Csr:

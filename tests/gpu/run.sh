@@ -10,7 +10,7 @@ if ls .whl/*.whl >/dev/null 2>&1; then
 fi
 export PYTHONPATH="$PWD:$PYTHONPATH" PYTHONUNBUFFERED=1
 export FABRIC_REQUIRE_GPU=1
-FABRIC_GPU_REPORT="$out/tests.json" timeout 240 python3 -m pytest -q -p no:cacheprovider \
+FABRIC_GPU_REPORT="$out/tests.json" timeout 240 python3 -m pytest -q -m gpu -p no:cacheprovider \
   tests/gpu/test_flat_select.py tests/gpu/test_device_shard.py tests/gpu/test_row_admit.py >"$out/tests.log" 2>&1
 tested=$?
 tail -40 "$out/tests.log"

@@ -18,7 +18,7 @@ export PYTHONPATH="$PWD:$PYTHONPATH" PYTHONUNBUFFERED=1 FABRIC_REQUIRE_GPU=1
 tested() { # NAME FILE...
   name=$1
   shift
-  FABRIC_GPU_REPORT="$out/tests-$name.json" timeout 240 python3 -m pytest -q -p no:cacheprovider -o filterwarnings=default \
+  FABRIC_GPU_REPORT="$out/tests-$name.json" timeout 240 python3 -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default \
     "$@" >"$out/tests-$name.log" 2>&1
 }
 here=tests/gpu

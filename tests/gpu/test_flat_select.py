@@ -11,16 +11,17 @@ import pytest
 from fabric_pipelines.analytics import kernels, resident
 from fabric_pipelines.analytics.reference import flat_select as twin
 from fabric_pipelines.analytics.search import Metric, Queries, exact_topk
+from fabric_pipelines.device.card import Card
 from fabric_pipelines.device.gpu import Gpu
-from tests.gpu.grid import DIMS
+from tests.gpu.grid import DIMS, both
 from tests.support_resident import on_card, same_answers, tight_rows
 
-pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 GAMMA, TINY = 2e-5, 1e-37
+TILES = [(1, 1, 1), (1, 31, 33), (3, 1023, 1024), (5, 1024, 1024), (7, 1025, 1100), (2, 2049, 2049)]
 
 
-def tile(gpu: Gpu, queries: int, rows: int, metric: Metric, stride: int) -> tuple[tuple, tuple]:
+def tile(card: Card, queries: int, rows: int, metric: Metric, stride: int) -> tuple[tuple, tuple]:
     """The same tile for the twin and on the card; some rows do not count, and columns past `rows` are poison."""
     rng = np.random.default_rng([queries, rows])
     products = np.full((queries, stride), -1e30, np.float32)
@@ -31,43 +32,39 @@ def tile(gpu: Gpu, queries: int, rows: int, metric: Metric, stride: int) -> tupl
     slack = rng.uniform(0, 1e-4, queries).astype(np.float32)
     host = (products, length, reach, slack)
     there = kernels.TileScores(
-        *(gpu.upload(part) for part in host), queries, rows, GAMMA, TINY, metric
+        *(card.upload(part) for part in host), queries, rows, GAMMA, TINY, metric
     )
     scored = twin.scored(products[:, :rows], *host[1:], GAMMA, TINY, l2=metric == "l2")
     return scored, (there,)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
-@pytest.mark.parametrize(
-    ("queries", "rows", "stride"),
-    [(1, 1, 1), (1, 31, 33), (3, 1023, 1024), (5, 1024, 1024), (7, 1025, 1100), (2, 2049, 2049),
-     (512, 5000, 65536), (33, 65536, 65536)],
-)  # fmt: skip
+@both("queries,rows,stride", [*TILES, (512, 5000, 65536), (33, 65536, 65536)], TILES)
 def test_bounds_limits_and_rows_taken_are_the_twins(
-    gpu: Gpu, queries: int, rows: int, stride: int, metric: Metric
+    card: Card, queries: int, rows: int, stride: int, metric: Metric
 ) -> None:
-    (score, margin), (there,) = tile(gpu, queries, rows, metric, stride)
+    (score, margin), (there,) = tile(card, queries, rows, metric, stride)
     bound = np.full((queries, twin.SLOTS), twin.UNSEEN, np.float32)
-    bound_there = gpu.upload(bound)
+    bound_there = card.upload(bound)
     twin.slots(score, margin, bound)
-    kernels.flat_slots(gpu, there, bound_there)
-    found = gpu.download(bound_there)
+    kernels.flat_slots(card, there, bound_there)
+    found = card.download(bound_there)
     np.testing.assert_allclose(found, bound, rtol=1e-6, atol=1e-5)
     for k in {1, 10, 256, 1024}:
-        limit_there = gpu.empty(queries, np.float32)
-        kernels.flat_limit(gpu, bound_there, queries, k, limit_there)
-        limit = gpu.download(limit_there)
+        limit_there = card.empty(queries, np.float32)
+        kernels.flat_limit(card, bound_there, queries, k, limit_there)
+        limit = card.download(limit_there)
         assert np.array_equal(limit, twin.limit(found, k))
     capacity, k = 300, 40
-    kernels.flat_limit(gpu, bound_there, queries, k, limit_there)
-    limit = gpu.download(limit_there)
+    kernels.flat_limit(card, bound_there, queries, k, limit_there)
+    limit = card.download(limit_there)
     out = (
-        gpu.upload(np.zeros(queries, np.int32)),
-        gpu.upload(np.full(capacity * queries, -1)),
-        gpu.upload(np.full(capacity * queries, np.nan, np.float32)),
+        card.upload(np.zeros(queries, np.int32)),
+        card.upload(np.full(capacity * queries, -1)),
+        card.upload(np.full(capacity * queries, np.nan, np.float32)),
     )
-    kernels.flat_take(gpu, there, 1 << 40, limit_there, capacity, out)
-    count, taken, lower = (gpu.download(part) for part in out)
+    kernels.flat_take(card, there, 1 << 40, limit_there, capacity, out)
+    count, taken, lower = (card.download(part) for part in out)
     taken, lower = taken.reshape(capacity, queries), lower.reshape(capacity, queries)
     least = score - margin
     for query in range(queries):
@@ -85,28 +82,28 @@ def test_bounds_limits_and_rows_taken_are_the_twins(
 
 
 @pytest.mark.parametrize("width", [1, 2, 31, 384, 1025])
-def test_words_are_gathered_whatever_their_number(gpu: Gpu, width: int) -> None:
+def test_words_are_gathered_whatever_their_number(card: Card, width: int) -> None:
     source = (
         np.random.default_rng(width).integers(0, 1 << 32, (5000, width), np.uint64).astype("u4")
     )
     rows = np.random.default_rng(1).integers(0, 5000, 777)
-    out = gpu.upload(np.full((800, width), 7, np.uint32))
-    kernels.flat_words(gpu, gpu.upload(source), gpu.upload(rows), 777, out)
-    found = gpu.download(out)
+    out = card.upload(np.full((800, width), 7, np.uint32))
+    kernels.flat_words(card, card.upload(source), card.upload(rows), 777, out)
+    found = card.download(out)
     assert np.array_equal(found[:777], source[rows])
     assert (found[777:] == 7).all()
 
 
 @pytest.mark.parametrize("kind", ["<f4", "<f2"])
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
-@pytest.mark.parametrize("dim", [d for d in DIMS if d <= 1536])
+@both("dim", [d for d in DIMS if d <= 1536], [31, 129, 768])
 def test_the_ranked_list_is_that_of_the_cpu_to_the_last_bit(
-    gpu: Gpu, dim: int, metric: Metric, kind: str
+    card: Card, dim: int, metric: Metric, kind: str
 ) -> None:
     if dim % 2 and kind == "<f2":
         dim += 1  # rows of float16 are gathered by words
     rows, ids, xq = tight_rows(70_000 if dim < 64 else 6000, dim, kind)
-    found, left = on_card(gpu, rows.astype(kind), ids, metric).search(Queries(xq, metric), 10)
+    found, left = on_card(card, rows.astype(kind), ids, metric).search(Queries(xq, metric), 10)
     truth = exact_topk(xq, rows, ids, 10, metric=metric)
     settled = np.setdiff1d(np.arange(len(xq)), left)
     if dim >= 8:  # below, a cluster is so tight that more rows lie within rounding than are kept
@@ -116,6 +113,7 @@ def test_the_ranked_list_is_that_of_the_cpu_to_the_last_bit(
         assert there.tobytes() == here.tobytes(), part
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("k", [1, 100, resident.K_MAX])
 def test_many_queries_over_several_tiles_of_rows(gpu: Gpu, k: int) -> None:
     rows, ids, _ = tight_rows(150_000, 48, "<f4")
@@ -126,6 +124,7 @@ def test_many_queries_over_several_tiles_of_rows(gpu: Gpu, k: int) -> None:
     same_answers(found, exact_topk(xq, rows[~dead], ids[~dead], k, metric="l2"))
 
 
+@pytest.mark.gpu
 def test_a_search_compiles_nothing(gpu: Gpu, tmp_path: Path) -> None:
     program = (
         "import numpy as np\n"

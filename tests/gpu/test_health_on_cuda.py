@@ -1,4 +1,7 @@
-"""The health table by kernels equals the one by twins; offsets pass 2^31; nothing is compiled at run time."""
+"""The health table by kernels equals the one by twins; offsets pass 2^31; nothing is compiled at run time.
+
+The first also runs on the kernels' sources on the CPU (testing.host_gpu); the others are a real card's.
+"""
 
 import os
 import subprocess
@@ -12,16 +15,26 @@ from fabric_pipelines.analytics import kernels
 from fabric_pipelines.analytics.csr import group
 from fabric_pipelines.analytics.health import METRICS, Metric, measure
 from fabric_pipelines.analytics.reference.row_admit import row_hash
+from fabric_pipelines.device.card import Card
 from fabric_pipelines.device.gpu import Gpu
+from fabric_pipelines.testing.host_gpu import HostGpu
+from tests.gpu.grid import both
 
-pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def backend(card: Card, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The cuda backend opens its card by itself; on the host it gets the stand-in instead."""
+    if isinstance(card, HostGpu):
+        monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
+    return "cuda"
+
+
 @pytest.mark.parametrize("metric", ["l2", "cosine"])
-@pytest.mark.parametrize("dim", [2, 31, 128, 384, 1025])
+@both("dim", [2, 31, 128, 384, 1025], [31, 384])
 def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
-    gpu: Gpu, dim: int, metric: Metric
+    backend: str, dim: int, metric: Metric
 ) -> None:
     rng = np.random.default_rng(dim)
     labels = rng.integers(0, 30, 6000)
@@ -30,7 +43,7 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
     csr, _ = group(rows, labels, np.arange(6000), 31)
     cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric)
     cuda = measure(
-        csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", reference=cpu.reference()
+        csr.rows, csr.indptr, csr.ids, metric=metric, backend=backend, reference=cpu.reference()
     )
     cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric, reference=cpu.reference())
     for name in METRICS:
@@ -44,6 +57,7 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
     assert {cuda.backend[name] for name in ("P4", "P7", "P8")} == {"cpu"}
 
 
+@pytest.mark.gpu
 def test_rows_past_2_to_31_components_are_reached(gpu: Gpu) -> None:
     dim, piece = 4096, 8192
     count = (2**31 // dim // piece + 2) * piece
@@ -69,6 +83,7 @@ def test_rows_past_2_to_31_components_are_reached(gpu: Gpu) -> None:
     np.testing.assert_allclose(radius2[-100:], exact, rtol=1e-12)
 
 
+@pytest.mark.gpu
 def test_a_fresh_process_compiles_nothing(gpu: Gpu, tmp_path: Path) -> None:
     program = (
         "import numpy as np\n"
