@@ -5,7 +5,8 @@
 Bulk of 1,000 rows a transaction lands at a fixed rate in one of several ways, or not at all; ways take turns at random, a
 slot each, so that the machine's other work falls on all of them. Around each transaction of the small writer the
 kernel's `schedstat` of client and backend tells what it ran and how long it waited for a CPU; with `--events` another
-session asks Postgres every millisecond what that backend waits for, and takes a core's time itself. Printed per way: percentiles, their ratio to silence, and of the
+session asks Postgres every millisecond what that backend waits for, and takes a core's time itself. With `--trace` (as
+root) the kernel's scheduler tells who had the CPU meanwhile. Printed per way: percentiles, their ratio to silence, and of the
 slowest 1 % the mean of its parts and the events that were seen.
 """
 
@@ -17,6 +18,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -33,11 +35,15 @@ from fabric_pipelines.bench.behind import postgres
 from fabric_pipelines.bench.landing import governed
 from fabric_pipelines.bench.landing.foreground import PAUSE_S, ROWS, TABLE
 from fabric_pipelines.completion.receive import OpenGate
+from fabric_pipelines.dataplane import writer
 from fabric_pipelines.dataplane.cpu_slices import LONG_NS, BackendSlice, ask
 from fabric_pipelines.dataplane.database import Connection, Database
 from fabric_pipelines.dataplane.writer import Landed, Writer
+from tests.bench.scheduler import switches, who_ran
 
 SLOT_S, BREATH_S, STEP_S = 0.8, 0.2, 0.001
+REST_S = 6e-5
+SIPPING = threading.local()
 WRITE = "update foreground set n = n + 1 where id = %s"
 STATE = "select state, wait_event_type || ':' || wait_event from pg_stat_get_activity(%s) limit 1"
 
@@ -90,11 +96,58 @@ class Async(Writer):
         connection.execute("set synchronous_commit = off")
 
 
+class Sips(Writer):
+    """As completion does it, and in no stretch of the CPU longer than half a millisecond: 64 rows a COPY, 250 an encoding, a
+    rest after each. Postgres inserts what COPY BINARY brings only once it has 1,000 rows, 4 ms of work, or the COPY ends."""
+
+    def land(self, batch: pa.RecordBatch) -> Landed:
+        SIPPING.on = True
+        try:
+            return super().land(batch)
+        finally:
+            SIPPING.on = False
+
+
+def _sip() -> None:
+    """Teach the writer's module sips; threads that land otherwise notice nothing."""
+    whole_copy, whole_pieces, whole_encode = (
+        writer._Target._copy,
+        writer._pieces,
+        writer.encode_copy,
+    )
+
+    def pieces(batch: pa.RecordBatch, rows: Any) -> list[Any]:
+        found = whole_pieces(batch, rows)
+        if not getattr(SIPPING, "on", False):
+            return found
+        return [part for piece in found for part in np.array_split(piece, -(-len(piece) // 250))]
+
+    def encode(columns: Any) -> Any:
+        SIPPING.columns = columns
+        return whole_encode(columns)
+
+    def copy(self: Any, target: Any, names: Any, stream: Any) -> int:
+        if not getattr(SIPPING, "on", False):
+            return whole_copy(self, target, names, stream)
+        rows = len(SIPPING.columns[0].values)
+        size, rest = divmod(len(stream[1]), rows)
+        assert not rest, "rows of one size are cut"
+        counted = 0
+        for first in range(0, rows, 64):
+            part = stream[1][first * size : (first + 64) * size]
+            counted += whole_copy(self, target, names, [stream[0], part, stream[2]])
+            time.sleep(REST_S)
+        return counted
+
+    writer._Target._copy, writer._pieces, writer.encode_copy = copy, pieces, encode  # type: ignore[method-assign]
+
+
 WAYS: dict[str, type[Writer]] = {
     "plain": Plain,
     "slices": Slices,
     "half": Writer,  # long slices on half of the cores: what completion does
     "async": Async,
+    "sips": Sips,
 }
 
 
@@ -139,7 +192,13 @@ def events(url: str, seconds: float, pid: int) -> None:
 
 
 def measure(
-    names: list[str], rate: float, seconds: float, core: int | None, *, events: bool
+    names: list[str],
+    rate: float,
+    seconds: float,
+    core: int | None,
+    *,
+    events: bool,
+    trace: bool,
 ) -> list[str]:
     order = ["silence", *names] * max(1, round(seconds / SLOT_S))
     random.Random().shuffle(order)
@@ -163,6 +222,7 @@ def measure(
         assert small.stdout is not None
         backend = small.stdout.readline()
         watcher = _child("events", url, total_s, backend) if events else None
+        traced = stack.enter_context(switches()) if trace else None
         for name in order:
             with bulk[name].turn() if name in bulk else ExitStack():
                 time.sleep(BREATH_S)
@@ -173,7 +233,11 @@ def measure(
         took, waits = (
             json.loads(each.communicate()[0]) if each else [] for each in (small, watcher)
         )
-    return _lines(["silence", *names], spans, took, waits, rows)
+        heard = traced.read() if traced else None
+    lines = _lines(["silence", *names], spans, took, waits, rows)
+    if heard is not None and traced is not None:
+        lines += who_ran(heard, {small.pid, int(backend)}, spans, traced.ahead_s)
+    return lines
 
 
 def _writers(kind: type[Writer]) -> Any:
@@ -230,9 +294,18 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=30_000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
     parser.add_argument("--events", action="store_true", help="ask Postgres what it waits for")
+    parser.add_argument("--trace", action="store_true", help="ask the kernel's scheduler (root)")
     parser.add_argument("--core", type=int, help="where the small writer and its backend run")
     asked = parser.parse_args()
-    lines = measure(asked.ways, asked.rate, asked.seconds, asked.core, events=asked.events)
+    _sip()
+    lines = measure(
+        asked.ways,
+        asked.rate,
+        asked.seconds,
+        asked.core,
+        events=asked.events,
+        trace=asked.trace,
+    )
     sys.stdout.write("\n".join(lines) + "\n")
 
 
