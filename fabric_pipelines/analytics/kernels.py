@@ -241,6 +241,60 @@ def csr_copies(
 
 
 @dataclass(frozen=True, slots=True)
+class Graphed:
+    """degree i32 [N], factor f64 [N], label i64 [N]: lowest row of the component; largest u64 [K]: members."""
+
+    degree: DeviceArray
+    factor: DeviceArray
+    label: DeviceArray
+    largest: DeviceArray
+
+
+def knn_graph(
+    gpu: Card,
+    row: DeviceArray,
+    distance: DeviceArray,
+    flag: DeviceArray,
+    indptr: DeviceArray,
+    near: int,
+    *,
+    blocks: int | None = None,
+) -> Graphed:
+    """row i32 or i64 [N, k], -1 past the end; distance f64 [N, k]; flag u8 [N], 0 for a member; degrees and components of
+    the first `near`. Twin: reference.knn_graph.of_lists."""
+    (count, width), clusters = row.shape, len(indptr) - 1
+    bits = 8 * row.dtype.itemsize
+    out = Graphed(
+        degree=gpu.empty(count, np.int32),
+        factor=gpu.empty(count, np.float64),
+        label=gpu.empty(count, np.int64),
+        largest=gpu.empty(clusters, np.uint64),
+    )
+    gpu.fill(out.largest, 0)
+    if count == 0:
+        return out
+    known, members = gpu.empty(count, np.int32), gpu.empty(count, np.int32)
+    reach, density = gpu.empty(count, np.float64), gpu.empty(count, np.float64)
+    parent = gpu.empty(count, np.uint64)
+    for counted in (out.degree, members):
+        gpu.fill(counted, 0)
+    lists, size = blocks or gpu.blocks_for(-(-count // 4)), (count, width)
+
+    def queue(name: str, *arguments: DeviceArray | int, grid: int = lists) -> None:
+        gpu.launch("knn_graph", f"knn_graph_{name}", grid, arguments)
+
+    queue(f"degree_{bits}", row, distance, *size, near, out.degree, known, reach, parent)
+    queue(f"density_{bits}", row, distance, known, reach, *size, density)
+    queue(f"factor_{bits}", row, known, density, *size, out.factor)
+    queue(f"hook_{bits}", row, known, *size, near, parent)
+    threads = blocks or gpu.blocks_for(-(-count // WARP))
+    queue("label", parent, flag, count, out.label, members, grid=threads)
+    runs = blocks or gpu.blocks_for(-(-count // REDUCE_ROWS))
+    queue("largest", members, indptr, count, clusters, out.largest, grid=runs)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
 class TileScores:
     """What flat_slots and flat_take make a distance of: products f32 [q, stride] of `rows` rows, length f32 [rows],
     reach and slack f32 [q], and the constants of the error bound. Twin: reference.flat_select."""
