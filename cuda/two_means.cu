@@ -50,13 +50,13 @@ __device__ __forceinline__ double off_mean(float x, double weight, double mean) 
   return __dsub_rn(__dmul_rn(weight, static_cast<double>(x)), mean);
 }
 
-// Calls each(x, mean, upper, odd) for the lane's share of a row.
-template <int LANES, bool WIDE, typename Each>
+// Calls each(x, mean, upper, odd) for the lane's share of a row, AHEAD loads of 16 bytes of it in flight.
+template <int LANES, bool WIDE, int AHEAD, typename Each>
 __device__ __forceinline__ void each_value(const float* __restrict__ x, const double* __restrict__ mean,
                                            const double* __restrict__ upper, int64_t dim, Each each) {
   const int lane = threadIdx.x % LANES;
   if constexpr (WIDE) {
-#pragma unroll 4
+#pragma unroll AHEAD
     for (int64_t step = lane; step < dim / 4; step += LANES) {
       const float4 v = __ldg(reinterpret_cast<const float4*>(x) + step);
       const double2 m = __ldg(reinterpret_cast<const double2*>(mean) + 2 * step);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void assign(
         const double w = here ? __ldg(weight + row) : 0.0;
         double even = 0.0, odd = 0.0;
         if (here) {
-          each_value<LANES, WIDE>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
+          each_value<LANES, WIDE, 4>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
                                   [&](float x, double m, double u, bool second) {
                                     double& sum = second ? odd : even;
                                     sum = fma(off_mean(x, w, m), u, sum);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish(
         const double share = own ? over : under;
         double along = 0.0, apart = 0.0;
         if (here) {
-          each_value<LANES, WIDE>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
+          each_value<LANES, WIDE, 2>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
                                   [&](float x, double m, double u, bool) {
                                     const double y = off_mean(x, w, m);
                                     const double gap = __dsub_rn(y, __dmul_rn(share, u));
