@@ -29,7 +29,10 @@ namespace fabric {
 
 constexpr int64_t kRun = 128;
 constexpr int kSlab = 128;  // dimensions of one warp: 4 a lane
-constexpr int kAhead = 4;   // rows in flight
+constexpr int kAhead = 4;   // rows in flight, or loads of 16 bytes
+// Mean and U take twice the registers of csr_radius: at three blocks some entries spill for sm_100. 16 warps with 64 bytes in
+// flight a lane are 32 KiB a multiprocessor, still above latency x bandwidth (33 B/ns x 0.7 us).
+constexpr int kBlocks = 2;
 
 // Calls work(cluster, begin, end, slot) for each segment of a run; the same in every lane.
 template <typename Work>
@@ -50,13 +53,13 @@ __device__ __forceinline__ double off_mean(float x, double weight, double mean) 
   return __dsub_rn(__dmul_rn(weight, static_cast<double>(x)), mean);
 }
 
-// Calls each(x, mean, upper, odd) for the lane's share of a row, AHEAD loads of 16 bytes of it in flight.
-template <int LANES, bool WIDE, int AHEAD, typename Each>
+// Calls each(x, mean, upper, odd) for the lane's share of a row, four loads of 16 bytes of it in flight.
+template <int LANES, bool WIDE, typename Each>
 __device__ __forceinline__ void each_value(const float* __restrict__ x, const double* __restrict__ mean,
                                            const double* __restrict__ upper, int64_t dim, Each each) {
   const int lane = threadIdx.x % LANES;
   if constexpr (WIDE) {
-#pragma unroll AHEAD
+#pragma unroll kAhead
     for (int64_t step = lane; step < dim / 4; step += LANES) {
       const float4 v = __ldg(reinterpret_cast<const float4*>(x) + step);
       const double2 m = __ldg(reinterpret_cast<const double2*>(mean) + 2 * step);
@@ -109,7 +112,7 @@ __device__ __forceinline__ void assign(
         const double w = here ? __ldg(weight + row) : 0.0;
         double even = 0.0, odd = 0.0;
         if (here) {
-          each_value<LANES, WIDE, 4>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
+          each_value<LANES, WIDE>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
                                   [&](float x, double m, double u, bool second) {
                                     double& sum = second ? odd : even;
                                     sum = fma(off_mean(x, w, m), u, sum);
@@ -154,7 +157,7 @@ __device__ __forceinline__ void finish(
         const double share = own ? over : under;
         double along = 0.0, apart = 0.0;
         if (here) {
-          each_value<LANES, WIDE, 2>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
+          each_value<LANES, WIDE>(rows + row * dim, mean + cluster * dim, upper + cluster * dim, dim,
                                   [&](float x, double m, double u, bool) {
                                     const double y = off_mean(x, w, m);
                                     const double gap = __dsub_rn(y, __dmul_rn(share, u));
@@ -353,7 +356,7 @@ TWO_MEANS_MOVE(two_means_move_wide, true)
 TWO_MEANS_MOVE(two_means_move_any, false)
 
 #define TWO_MEANS(KIND, LANES, WIDE)                                                               \
-  extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerSm)               \
+  extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocks)                    \
       two_means_assign_##KIND##_##LANES(                                                           \
           const float* rows, const double* weight, const int64_t* indptr, const double* mean,      \
           const double* upper, const double* norm2, const int64_t* above, const int64_t* size,     \
@@ -362,7 +365,7 @@ TWO_MEANS_MOVE(two_means_move_any, false)
     fabric::assign<LANES, WIDE>(rows, weight, indptr, mean, upper, norm2, above, size, active,     \
                                 count, dim, clusters, side, moves);                                \
   }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerSm)               \
+  extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocks)                    \
       two_means_finish_##KIND##_##LANES(                                                           \
           const float* rows, const double* weight, const int64_t* indptr, const double* mean,      \
           const double* upper, const double* norm2, const int64_t* above, const int64_t* size,     \
