@@ -5,14 +5,16 @@
 //           leaves them; count rows, listed centres (clusters with rows, by rising number). own i64 [count]: the row's centre.
 //           spread f64 [listed] = W / n, the mean squared distance of a cluster's rows to its centre; size f64 [listed] = n.
 //           centre_tile_points: own2 f32 [count]: squared distance to the own centre. near u64 [count]: bits of the squared
-//           distance << 32 | number of the nearest other centre; equals: the lower number; all ones where there is no
-//           other. a f64 [count] = n (own2 + W / n) / (n - 1): mean |x - y|^2 to the rest of the cluster; b f64 [count]: least over the others of
-//           d^2 + W / n, the mean |x - y|^2 to the cluster: no pair of rows is visited.
-//           centre_tile_partners: radius f32 [listed] = S; same2 f64. key u64 [listed]: bits of the greatest (S_c + S_j) / |c - j| << 32
-//           | complement of j, 0 where no j has d^2 > same2; coincident i32 [listed]: whether some other has not.
-// Twin      fabric_pipelines/analytics/reference/centre_tile.py: d^2 to 2 sqrt(dim) 2^-24 (n_i + n_j), numbers equal off ties.
-// Floor     2 N K dim flop: 2.3 s of fp32 at 10M rows of 768 and 10,000 centres, 67 TFLOP/s; 2 K^2 dim: 2.3 ms. O(N + K) memory: K to 10^6
-//           adds columns, never an N x K array.
+//           distance << 32 | number of the nearest other centre; equals: the lower number; all ones without another.
+//           a f64 [count] = n (own2 + W / n) / (n - 1): mean |x - y|^2 to the rest of the cluster; b f64 [count]: least over
+//           the others of d^2 + W / n, the mean |x - y|^2 to their rows. No pair of rows is visited.
+//           centre_tile_partners: radius f32 [listed] = S; same2 f64. key u64 [listed]: bits of the greatest
+//           (S_c + S_j) / |c - j| << 32 | complement of j, 0 where no j has d^2 > same2; coincident i32 [listed]: whether
+//           some other has not. Fewer than 2^31 rows and centres. Blocks of 256 threads, any grid in x.
+// Twin      fabric_pipelines/analytics/reference/centre_tile.py: d^2 to 2 sqrt(dim) 2^-24 (n_i + n_j), numbers equal off
+//           ties.
+// Floor     2 N K dim flop: 2.3 s of fp32 at 10M rows of 768 and 10,000 centres, 67 TFLOP/s; 2 K^2 dim: 2.3 ms. O(N + K)
+//           memory: K to 10^6 adds columns, never an N x K array.
 //
 // Why this mapping: include/tiles.cuh, with the centres as columns: what a row keeps is two minima, so a warp reduces its 64
 // distances by two integer minima (order of bits = order of values) and only the least lane's number travels.

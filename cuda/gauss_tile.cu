@@ -1,17 +1,18 @@
 // gauss_tile: Gaussian weights of all pairs inside each cluster, summed per row relative to its nearest other row.
 //
-// Contract  rows, norm2, indptr, cluster, first, copy: as pair_tile. heat f64 [clusters], T > 0 of every listed cluster; E = d^2 / 2.
+// Contract  rows, norm2, indptr, cluster, first, copy, items: as pair_tile. heat f64 [clusters], T > 0 of every listed
+//           cluster; E = d^2 / 2.
 //           Per row, over the others of its cluster, with least f32 the least d^2 of them: weight f64 = sum of w =
 //           exp(-(d^2 - least) / 2T), first f64 = sum of w (d^2 - least), second f64 = sum of w (d^2 - least)^2.
-//           So ln rho = ln weight - least / 2T, ln Z = log-sum-exp of ln rho over rows - ln(n (n - 1)), and the sums of w E and
-//           w E^2 follow by moments. A row without others: least +Inf, sums 0. Blocks of 256 threads, any grid in x.
+//           So ln rho = ln weight - least / 2T, ln Z = log-sum-exp of ln rho over rows - ln(n (n - 1)), and the
+//           sums of w E and w E^2 follow by moments. A row without others: least +Inf, sums 0. Blocks of 256 threads, any grid in x.
 // Twin      fabric_pipelines/analytics/reference/gauss_tile.py, gauss_rows: 1e-5, where d^2 is exact to 1e-6 T.
 // Floor     as pair_tile; 1 exp2 a pair besides, 4.2e12 a second on 132 multiprocessors: below the product from dim 32 on.
 //
-// Why this mapping: include/tiles.cuh. Online log-sum-exp: a nearer row than all before rescales what is summed, moments about the
-// old minimum being moments about the new one by the binomial formula, in f64 by one lane; it happens ln n times a row. Exponents are
-// differences of squared distances to the row's own minimum, so an outlier keeps its density where a plain sum is 0,
-// and the variance of E keeps the digits that second - first^2 about 0 would lose. fp32 over 64 columns, then f64.
+// Why this mapping: include/tiles.cuh. Online log-sum-exp: a nearer row than all before rescales what is summed; moments about
+// the old minimum become moments about the new one by the binomial formula, in f64 by one lane, ln n times a row. Exponents
+// are relative to the row's own minimum, so an outlier keeps its density where a plain sum is 0, and the variance of E keeps
+// the digits that moments about 0 would lose. fp32 over 64 columns, then f64.
 #include "segments.cuh"
 #include "tiles.cuh"
 
@@ -85,8 +86,8 @@ template <class S, bool DIRECT>
 __device__ __forceinline__ void gauss(const float* rows, const float* norm2, const int64_t* indptr,
                                       const int64_t* cluster, const int64_t* first,
                                       const int64_t* copy, const double* heat, int64_t listed,
-                                      int64_t items, int pitch, float* least, double* weight, double* first_moment,
-                                      double* second_moment) {
+                                      int64_t items, int pitch, float* least, double* weight,
+                                      double* first_moment, double* second_moment) {
   __shared__ TileMemory<S> memory[S::kTeams];
   __shared__ GaussRow state[S::kTeams * S::kSide];
   __shared__ float rate[S::kTeams];
@@ -128,12 +129,11 @@ __device__ __forceinline__ void gauss(const float* rows, const float* norm2, con
   extern "C" __global__ void __launch_bounds__(fabric::kBlock, BLOCKS)                             \
       NAME(const float* rows, const float* norm2, const int64_t* indptr, const int64_t* cluster,   \
            const int64_t* first, const int64_t* copy, const double* heat, int64_t listed,          \
-           int64_t items, int64_t pitch, float* least, double* weight, double* first_moment,                      \
+           int64_t items, int64_t pitch, float* least, double* weight, double* first_moment,       \
            double* second_moment) {                                                                \
     fabric::gauss<fabric::SHAPE, DIRECT>(rows, norm2, indptr, cluster, first, copy, heat, listed,  \
-                                         items,                                                    \
-                                         static_cast<int>(pitch), least, weight, first_moment,     \
-                                         second_moment);                                           \
+                                         items, static_cast<int>(pitch), least, weight,            \
+                                         first_moment, second_moment);                             \
   }
 
 GAUSS_TILE(gauss_tile_32, Warp32, false, 2)

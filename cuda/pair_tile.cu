@@ -1,9 +1,10 @@
 // pair_tile: all distances inside each cluster; of every row their sum, the sum of their squares, the greatest, the k nearest.
 //
 // Contract  rows f32 [count, pitch] and norm2 f32 [count] as pair_tile_rows leaves them: pitch % 4 == 0, zeros past the
-//           dimension, each row less the mean of its cluster; clusters one after another, indptr i64 [. + 1].
+//           dimension, each row less the mean of its cluster; clusters one after another, indptr i64 [. + 1], fewer than
+//           2^31 rows each; no length above 1e18.
 //           Work list of a launch: cluster i64 [listed], their row blocks numbered by first i64 [listed + 1], first[c + 1] -
-//           first[c] = ceil(n / SIDE): one cluster of 10^7 rows and 10^6 clusters of three are the same loop.
+//           first[c] = ceil(n / SIDE), items = first[listed]: one cluster of 10^7 rows and 10^6 clusters of three are the same loop.
 //           copy i64 [count], equal for equal rows of a cluster. k from 1 to 32.
 //           Per row: total f64 of the distances, total2 f64 of their squares, greatest2 f32 squared distance, near u64 [k]
 //           rising: bits of the squared distance << 32 | place in the cluster; all ones past the last. The row itself is left
@@ -129,9 +130,9 @@ struct PairFold {
 template <class S, bool DIRECT>
 __device__ __forceinline__ void pairs(const float* rows, const float* norm2, const int64_t* indptr,
                                       const int64_t* cluster, const int64_t* first,
-                                      const int64_t* copy, int64_t listed,
-                                      int64_t items, int pitch, int k,
-                                      double* total, double* total2, float* greatest2, Key* near) {
+                                      const int64_t* copy, int64_t listed, int64_t items,
+                                      int pitch, int k, double* total, double* total2,
+                                      float* greatest2, Key* near) {
   __shared__ TileMemory<S> memory[S::kTeams];
   __shared__ PairRow state[S::kTeams * S::kSide];
   const int team = threadIdx.x / S::kTeam, thread = team_thread<S>();
@@ -205,8 +206,8 @@ __device__ __forceinline__ void centred(const float* __restrict__ rows,
   extern "C" __global__ void __launch_bounds__(fabric::kBlock, BLOCKS)                             \
       NAME(const float* rows, const float* norm2, const int64_t* indptr, const int64_t* cluster,   \
            const int64_t* first, const int64_t* copy, int64_t listed, int64_t items,               \
-           int64_t pitch, int64_t k,                                                               \
-           double* total, double* total2, float* greatest2, unsigned long long* near) {            \
+           int64_t pitch, int64_t k, double* total, double* total2, float* greatest2,              \
+           unsigned long long* near) {                                                             \
     fabric::pairs<fabric::SHAPE, DIRECT>(rows, norm2, indptr, cluster, first, copy, listed, items, \
                                          static_cast<int>(pitch), static_cast<int>(k), total,      \
                                          total2, greatest2, near);                                 \

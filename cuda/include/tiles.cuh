@@ -4,14 +4,15 @@
 // minima) has one owner: no atomics, O(rows) memory, and bits that depend on neither grid nor run. It costs twice the flops
 // of the upper triangle, which neighbour lists would need anyway.
 //
-// Operands  f32 [., pitch], pitch % 4 == 0, 16-byte aligned, columns past the dimension 0; their squared lengths f32.
+// Operands  f32 [., pitch], pitch % 4 == 0, 16-byte aligned, columns past the dimension 0; their squared lengths f32,
+//           finite.
 // Product   outer products in registers (8 x 8 a thread at SIDE 128), operands double-buffered in shared memory k-major. The
 //           row of 4 x (odd) words puts the 16 rows x 2 quads that a warp stores on 32 banks; a warp is 4 x 8 threads, so a
 //           fragment is one wavefront: 4 wavefronts for 64 fused multiply-adds.
 // DIRECT    sums (a - b)^2 instead: twice the instructions, and no digit lost. For dimensions up to 32, where near pairs are
 //           common and the epilogue costs more than the product.
-// Expansion n_i + n_j - 2 a.b else. Where that is below 1e-4 (n_i + n_j) it has lost digits: the pair is marked, and the warp that
-//           reads the row sums (a - b)^2 with all lanes. Error of d^2 elsewhere: sqrt(dim) x 2^-24 x (n_i + n_j).
+// Expansion n_i + n_j - 2 a.b else. Where that is below 1e-4 (n_i + n_j) it has lost digits: the pair is marked, and the
+//           warp that reads the row sums (a - b)^2 with all lanes. Error of d^2 elsewhere: sqrt(dim) x 2^-24 x (n_i + n_j).
 // Same      d^2 <= 2^-46 (n_i + n_j) is 0: closer than the rounding of the operands.
 // Epilogue  through shared memory, then a warp a row with consecutive columns in consecutive lanes. 64 stores and loads a
 //           thread and tile against 64 x dim multiply-adds: 3 % at dim 64, nothing at 768.

@@ -8,13 +8,14 @@ prove that. Nothing here holds n x n or N x K.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.analytics.csr import F32, F64, I64
 from fabric_pipelines.device.card import Card, DeviceArray
+from fabric_pipelines.device.gpu import BLOCKS_PER_MULTIPROCESSOR
 from fabric_pipelines.errors import UsageError
 
 WARP = 32
@@ -118,13 +119,13 @@ def tile_rows(
     dim = rows.shape[1]
     pitch, count = pitch_of(dim), len(place)
     out, norm2 = gpu.empty((count, pitch), np.float32), gpu.empty(count, np.float32)
-    indptr = gpu.upload(bounds)
+    indptr = _send(gpu, bounds)
     if count:
         gpu.launch(
             "pair_tile",
             "pair_tile_rows",
             blocks or gpu.blocks_for(count),
-            (rows, weight, gpu.upload(place), indptr, gpu.upload(centre), count, len(bounds) - 1,
+            (rows, weight, _send(gpu, place), indptr, _send(gpu, centre), count, len(bounds) - 1,
              dim, pitch, out, norm2),
         )  # fmt: skip
     return TileRows(out, norm2, indptr, bounds, dim)
@@ -169,7 +170,7 @@ def gauss_tile(
     count = len(tiles.rows)
     out = GaussSums(gpu.empty(count, np.float32), *(gpu.empty(count, np.float64) for _ in range(3)))
     size = np.where(temperature > 0, np.diff(tiles.bounds), 0)
-    heat = gpu.upload(temperature)
+    heat = _send(gpu, temperature)
     for part in blocks_of(size, side=side):
         _launch(gpu, "gauss_tile", tiles, part, (copy, heat), (), out, blocks)
     return out
@@ -240,17 +241,18 @@ def centre_partners(
 
 
 def _side_for(gpu: Card, rows: int) -> int:
-    """128 rows a block where every place for a block gets one, 64 below: at most `blocks_for` of them exist."""
+    """128 rows a block where that gives every multiprocessor its two blocks, 64 below."""
     if rows >= SET_ROWS:
         raise UsageError(f"{rows:,} rows at once; a tile counts up to {SET_ROWS - 1:,}")
-    return 128 if gpu.blocks_for(8 * -(-rows // 128)) < -(-rows // 128) else 64
+    resident = gpu.blocks_for(SET_ROWS) // (BLOCKS_PER_MULTIPROCESSOR // 2)
+    return 128 if rows > 128 * (resident - 1) else 64
 
 
 def _launch(
     gpu: Card, family: str, tiles: TileRows, part: Blocks, given: tuple[DeviceArray, ...],
     numbers: tuple[int, ...], out: tuple[DeviceArray, ...], blocks: int | None,
 ) -> None:  # fmt: skip
-    cluster, first = gpu.upload(part.cluster), gpu.upload(part.first)
+    cluster, first = _send(gpu, part.cluster), _send(gpu, part.first)
     items = int(part.first[-1])
     gpu.launch(
         family,
@@ -259,6 +261,12 @@ def _launch(
         (tiles.rows, tiles.norm2, tiles.indptr, cluster, first, *given, len(part.cluster), items,
          tiles.rows.shape[1], *numbers, *out),
     )  # fmt: skip
+
+
+def _send(gpu: Card, host: npt.NDArray[Any]) -> DeviceArray:
+    there = gpu.empty(host.shape, host.dtype)
+    gpu.store(there, host)
+    return there
 
 
 def _mode(dim: int) -> str:

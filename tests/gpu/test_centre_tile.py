@@ -1,7 +1,6 @@
 """Kernel family centre_tile against its twin: the source on the CPU, and the cubin on a real card."""
 
 import numpy as np
-import pytest
 
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.reference.centre_tile import centre_partners, centre_points
@@ -15,10 +14,9 @@ EDGES = [
     (128, 2, 129, 127), (128, 65, 128, 130), (128, 1025, 2, 3), (128, 36, 127, 1),
 ]  # fmt: skip
 CARD_EDGES = [
-    (side, dim, rows, centres)
-    for side, rows, centres in ((64, 65, 1), (64, 1000, 63), (128, 129, 4097), (128, 4096, 129))
-    for dim in DIMS
-]
+    *((side, dim, rows, centres) for side, rows, centres in ((64, 65, 1), (64, 257, 63), (128, 129, 257)) for dim in DIMS),
+    *((side, dim, 129, 4097) for side in (64, 128) for dim in (2, 33, 129)),
+]  # fmt: skip
 
 
 def scene(dim: int, count: int, listed: int) -> tuple[np.ndarray, ...]:
@@ -76,7 +74,7 @@ def test_own_and_nearest_centres_and_silhouette_means_equal_the_twin(
     assert (number != given[2]).all()
 
 
-@both("side,dim,listed", [(s, d, n) for s in (64, 128) for d in DIMS for n in (1, 2, 65, 1025)],
+@both("side,dim,listed", [(s, d, n) for s in (64, 128) for d in DIMS for n in (1, 2, 65, 129)],
       [(64, 3, 65), (64, 40, 2), (128, 1, 129), (128, 130, 127), (64, 33, 1)])  # fmt: skip
 def test_partners_equal_the_twin(card: Card, side: int, dim: int, listed: int) -> None:
     rng = np.random.default_rng([dim, listed])
@@ -139,6 +137,6 @@ def test_any_grid_and_any_tile_give_the_same_bytes(card: Card, dim: int) -> None
         assert [part.tobytes() for part in partners(card, given[1], radius, **how)] == pair
 
 
-@pytest.mark.parametrize(("rows", "side"), [(100, 64), (1 << 20, 128)])
-def test_small_sets_take_the_smaller_tile(host: Card, rows: int, side: int) -> None:
-    assert tiles._side_for(host, rows) == side
+@both("rows,side", [(100, 64), (1 << 20, 128)], [(100, 64), (385, 128)])
+def test_small_sets_take_the_smaller_tile(card: Card, rows: int, side: int) -> None:
+    assert tiles._side_for(card, rows) == side

@@ -13,10 +13,9 @@ EDGES = [
     (128, 3, [129]), (128, 65, [127, 0, 2]), (128, 1025, [5]),
 ]  # fmt: skip
 CARD_EDGES = [
-    (side, dim, sizes)
-    for side, sizes in ((32, [0, 1, 2, 31, 33, 127]), (64, [63, 65, 513]), (128, [127, 129, 4097]))
-    for dim in DIMS
-]
+    *((side, dim, sizes) for side, sizes in ((32, [0, 1, 2, 31, 33, 127]), (64, [63, 65, 129]), (128, [127, 257])) for dim in DIMS),
+    *((side, dim, [4097]) for side in (64, 128) for dim in (2, 33, 129)),
+]  # fmt: skip
 
 
 def run(

@@ -57,7 +57,7 @@ def centre_partners(centres: F32, radius: F32, same2: float) -> PartnerTwin:
     wide = centres.astype(np.float64)
     distance2 = _distance2(wide, wide)
     np.fill_diagonal(distance2, np.inf)
-    same = distance2 <= same2
+    same: Bool = np.less_equal(distance2, same2)
     apart = np.sqrt(np.where(same, np.inf, distance2))
     ratio = (radius[:, None].astype(np.float64) + radius) / apart
     ratio[np.isinf(apart)] = -np.inf
@@ -65,5 +65,5 @@ def centre_partners(centres: F32, radius: F32, same2: float) -> PartnerTwin:
     greatest = ratio[np.arange(len(wide)), partner]
     none = np.isinf(greatest)
     return PartnerTwin(
-        np.where(none, np.nan, greatest), np.where(none, -1, partner), same.any(axis=1)
+        np.where(none, np.nan, greatest), np.where(none, -1, partner), np.any(same, axis=1)
     )
