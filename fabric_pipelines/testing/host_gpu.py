@@ -45,7 +45,13 @@ ENTRY = re.compile(
 )
 GUARD_BYTES = 64 << 20  # never touched, so they cost addresses only
 MULTIPROCESSORS = 2
-UNORDERED = ("flat_take_cosine", "flat_take_l2", "csr_select_insert")
+UNORDERED = (
+    "flat_take_cosine",
+    "flat_take_l2",
+    "csr_select_insert",
+    "knn_graph_hook_32",
+    "knn_graph_hook_64",
+)
 _ONE_AT_A_TIME = threading.Lock()  # threadIdx and its kin are variables of the library
 
 
