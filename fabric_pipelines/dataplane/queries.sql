@@ -71,7 +71,19 @@ select pg_current_snapshot()::text,
        fabric.bound_files(%(oid)s::oid, %(names)s::text[]);
 
 -- name: column_types
-select attname, format_type(atttypid, null), attrelid::bigint
+-- With the type under a domain, and whether no value may be missing.
+select attname, format_type(atttypid, null), attrelid::bigint,
+    (
+        with recursive under (type_oid) as (
+            select atttypid
+            union all
+            select t.typbasetype from under join pg_type as t on t.oid = under.type_oid where t.typtype = 'd'
+        )
+        select format_type(type_oid, null)
+        from under join pg_type as t on t.oid = under.type_oid
+        where t.typtype <> 'd'
+    ),
+    attnotnull
 from pg_attribute
 where attrelid = fabric.relation_oid(%(relation)s) and attnum > 0 and not attisdropped
 order by attnum;
@@ -84,6 +96,10 @@ select from {relation} where {filter} limit 0
 copy (
     select {id}::bigint, {vector}{columns} from {relation} where {filter} and {only} order by {id}
 ) to stdout (format binary)
+
+-- name: count_missing
+-- By column, rows that have no value there.
+select {counts} from {relation} where {filter} and {only}
 
 -- name: content_sums
 select bucket, count(*), sum(lane_0), sum(lane_1)

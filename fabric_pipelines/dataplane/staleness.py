@@ -33,6 +33,8 @@ from fabric_pipelines.dataplane.source import (
     describe,
     fingerprints,
     frozen,
+    require_ids,
+    require_integer_ids,
     state_of,
 )
 from fabric_pipelines.dataplane.sql import compose, query
@@ -171,6 +173,7 @@ def watch(database: Database, source: Source) -> None:
             raise SchemaError(f"there is no relation {source.relation!r} in this database")
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
+        require_integer_ids(connection, source)
         connection.execute(query("bounded_waits"))
         wanted = {
             "relation": source.relation,
@@ -290,6 +293,7 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
             "in_moved_ids", id=sql.Identifier(source.id_column), shard=sql.Literal(name)
         )
         described = describe(connection, source)
+        require_ids(connection, source, described)
         rows = copy_rows(connection, source, described.encoding, chosen)
         made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)
