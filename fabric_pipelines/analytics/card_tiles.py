@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.stacks import Members
-from fabric_pipelines.analytics.sweeps import NearCentres, PairRows, WeighedRows
+from fabric_pipelines.analytics.tiles import NearCentres, PairRows, WeighedRows
 from fabric_pipelines.device.card import Card, DeviceArray
 
 WINDOW_BYTES = 1 << 30  # of centred rows held at once, one cluster at least
@@ -44,7 +44,7 @@ class CardTiles:
         self._window_rows = max(1, window_bytes // _row_bytes(csr.dim))
 
     def partners(self, centres: F64, radius: F64) -> tuple[I64, Bool]:
-        """See sweeps.Tiles."""
+        """See tiles.Tiles."""
         scale = _unit(np.einsum("kd,kd->k", centres, centres).max(initial=0.0))
         found = tiles.centre_partners(
             self._gpu, self._flat(centres * scale), self._send((radius * scale).astype(np.float32)), 0.0
@@ -55,7 +55,7 @@ class CardTiles:
     def nearest_other(
         self, weight: F64, centres: F64, origin: F64, own: I64, size: F64, within: F64
     ) -> NearCentres:
-        """See sweeps.Tiles."""
+        """See tiles.Tiles."""
         spread = within / size
         reach2 = np.einsum("kd,kd->k", centres - origin, centres - origin).max() + spread.max()
         scale = _unit(reach2)
@@ -83,7 +83,7 @@ class CardTiles:
     def pairs(
         self, members: Members, radius2: F64, copy_of: I64, k: int
     ) -> Iterator[tuple[slice, PairRows]]:
-        """See sweeps.Tiles."""
+        """See tiles.Tiles."""
         for window in self._windows(members, radius2, copy_of):
             found = tiles.pair_tile(self._gpu, window.rows, window.copy, k)
             scale = np.repeat(window.scale, np.diff(window.rows.bounds))
@@ -102,7 +102,7 @@ class CardTiles:
     def weighed(
         self, members: Members, radius2: F64, copy_of: I64, temperature: F64
     ) -> Iterator[tuple[slice, WeighedRows]]:
-        """See sweeps.Tiles."""
+        """See tiles.Tiles."""
         for window in self._windows(members, radius2, copy_of):
             heat = temperature[window.clusters] * window.scale**2
             found = tiles.gauss_tile(self._gpu, window.rows, window.copy, heat)

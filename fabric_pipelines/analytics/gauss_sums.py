@@ -22,7 +22,7 @@ from fabric_pipelines.analytics.csr import (
 from fabric_pipelines.analytics.neighbours import NEIGHBOURS, Neighbours
 from fabric_pipelines.analytics.pair_tiles import tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
-from fabric_pipelines.analytics.sweeps import Tiles
+from fabric_pipelines.analytics.tiles import Tiles
 
 TIE = 1e-10  # log densities closer than this are equal: the lower id is the mode
 

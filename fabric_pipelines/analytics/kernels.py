@@ -1,4 +1,4 @@
-"""Launches of the kernel families of cuda/, and the three sweeps of analytics.sweeps on a card.
+"""Launches of the kernel families of cuda/, and the sweeps of analytics.sweeps on a card.
 
 A launch takes arrays on the device and queues; it decides lanes a row, vector width and grid, nothing else.
 The bits of a result do not depend on the grid, which `blocks` sets by hand only to prove that.
@@ -6,16 +6,21 @@ The bits of a result do not depend on the grid, which `blocks` sets by hand only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fabric_pipelines.analytics import card_tiles
-from fabric_pipelines.analytics.csr import F64, Csr
+from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
+from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
-from fabric_pipelines.analytics.sweeps import Admitted, Tiles
+from fabric_pipelines.analytics.sweeps import Admitted, Linked, Nearest, Parted
+from fabric_pipelines.analytics.tiles import Tiles
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -441,12 +446,13 @@ def flat_words(
 
 
 def bytes_needed(csr: Csr) -> int:
-    """Most device memory that the three sweeps hold at once, 128 dimensions of partial sums included."""
+    """Most device memory that the sweeps hold at once, 128 dimensions of partial sums included. Beside the rows and their
+    ids the neighbour graph takes most a row: lists of 20 in float64 and int64, and six numbers."""
     count, clusters = len(csr.rows), csr.clusters
-    per_row = 4 * csr.dim + 8 + 1 + 16 + 8 + 8
-    slots = -(-count // RUN_ROWS) + clusters
+    per_row = 4 * csr.dim + 8 + max(8 + 1 + 16 + 8 + 8, LOF_NEIGHBOURS * 16 + 49)
+    slots = -(-count // MOVE_ROWS) + clusters
     window = min(max(WINDOW_BYTES, 8 * slots * SLAB), 8 * slots * csr.dim)
-    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window
+    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window + 48 * slots
 
 
 class CudaSweeps:
@@ -464,6 +470,7 @@ class CudaSweeps:
             )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
+            self._ids: DeviceArray = self._gpu.upload(csr.ids)
             self.tiles: Tiles | None = None
             if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
                 self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
@@ -487,6 +494,53 @@ class CudaSweeps:
             csr_radius(self._gpu, self._rows, weight_there, self._indptr, centroid_there)
         )
 
+    def _left_out(self, kept: Bool) -> DeviceArray:
+        return self._gpu.upload((~kept).astype(np.uint8))
+
+    def _reduced(self, value: F64, flag: DeviceArray) -> tuple[F64, I64]:
+        there = (self._gpu.upload(value), flag, self._ids, self._indptr)
+        real, whole = csr_reduce(self._gpu, *there)
+        return self._gpu.download(real), self._gpu.download(whole)
+
+    def totals(self, value: F64) -> F64:
+        flag = self._gpu.empty(len(value), np.uint8)
+        self._gpu.fill(flag, 0)
+        return self._reduced(value, flag)[0][:, 0]
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        real, whole = self._reduced(value, self._left_out(kept))
+        return Nearest(real[:, 0], real[:, 2], whole[:, 1])
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        found = self._gpu.download(csr_words(self._gpu, self._gpu.upload(mark), self._indptr))
+        return found[:, 0], found[:, 1]
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        there = (self._gpu.upload(value), self._left_out(kept), self._indptr)
+        asked = self._gpu.upload(np.array(shares))
+        return list(self._gpu.download(csr_quantiles(self._gpu, *there, asked)).T)
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        copy_of, _ = csr_copies(self._gpu, self._gpu.upload(row_hash), self._indptr)
+        return self._gpu.download(copy_of)
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        """None where no row has a neighbour."""
+        if row.size == 0:
+            return None
+        lists = (self._gpu.upload(row), self._gpu.upload(distance), self._left_out(good))
+        found = knn_graph(self._gpu, *lists, self._indptr, near)
+        degree, factor = self._gpu.download(found.degree), self._gpu.download(found.factor)
+        return Linked(degree, factor, self._gpu.download(found.largest).astype(np.int64))
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        given = (self._gpu.upload(part) for part in (mean, size, upper.astype(np.uint8)))
+        found = two_means(self._gpu, self._rows, self._gpu.upload(weight), self._indptr, *given)
+        above, norm2 = self._gpu.download(found.above), self._gpu.download(found.norm2)
+        rest = np.maximum(above * (size - above), 1)  # nobody on one side: norm2 is 0
+        place, apart2 = self._gpu.download(found.place), self._gpu.download(found.apart2)
+        return Parted(place, apart2, above, norm2 * size / rest)
+
     def close(self) -> None:
-        self._rows = self._indptr = self.tiles = None
+        self._rows = self._indptr = self._ids = self.tiles = None
         self._gpu.close()

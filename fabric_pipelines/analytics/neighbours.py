@@ -24,7 +24,7 @@ from fabric_pipelines.analytics.csr import (
 )
 from fabric_pipelines.analytics.pair_tiles import COLUMNS_MAX, tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
-from fabric_pipelines.analytics.sweeps import Tiles
+from fabric_pipelines.analytics.tiles import Tiles
 
 NEIGHBOURS = 10  # k of the k-NN graph, of hubness and of the kernel temperature
 LOF_NEIGHBOURS = 20

@@ -1,23 +1,35 @@
-"""The three sweeps over all rows that a device may take over: admit, centroid sums, squared radii.
+"""The sweeps that a device may take over: admit, centroid sums, squared radii, and what is made of numbers a row.
 
 A sweep sees every row once and returns float64. The CPU backend here runs the twins block by block, so that
-memory stays at a few blocks whatever the number of rows; analytics.kernels has the same three on a GPU.
+memory stays at a few blocks whatever the number of rows; analytics.kernels has the same ones on a GPU. Three more are a
+GPU's alone (copies, the neighbour graph, two-means): the CPU backend answers None, and the pass does it in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
+from fabric_pipelines.analytics.csr import (
+    F64,
+    I64,
+    U64,
+    Bool,
+    Csr,
+    segment_argmin,
+    segment_min,
+    segment_quantiles,
+    segment_sum,
+    segment_xor,
+)
 from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
 from fabric_pipelines.analytics.reference.row_admit import row_flags, row_hash
-from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
+from fabric_pipelines.analytics.tiles import Tiles
 
 
 class Admitted(NamedTuple):
@@ -28,59 +40,31 @@ class Admitted(NamedTuple):
     hash: U64
 
 
-class NearCentres(NamedTuple):
-    """Per row f64 [N], over clusters other than its own: near2, squared distance to the nearest centre; mean2, least mean squared
-    distance to the members; own2, squared distance to the own centre; reach2: the scale that their rounding is relative to."""
-
-    own2: F64
-    near2: F64
-    mean2: F64
-    reach2: float
-
-
-class PairRows(NamedTuple):
-    """Per row over the others of its cluster: sums of distances and of their squares, greatest squared distance; place int64 [n, k]
-    of the nearest in the cluster (-1 beyond the last) and their distances f64 (NaN there)."""
+class Nearest(NamedTuple):
+    """Per cluster, over the rows kept: sum, least value (inf of none), lowest id that has it (-1 of none)."""
 
     total: F64
-    total2: F64
-    greatest2: F64
-    place: I64
-    distance: F64
+    least: F64
+    least_id: I64
 
 
-class WeighedRows(NamedTuple):
-    """Per row over the others, by weights exp(-d^2 / 2T): ln of their sum, mean d^2, mean d^4. NaN where T is not above 0."""
+class Linked(NamedTuple):
+    """degree [N]: how often a row is among the first neighbours of others; factor f64 [N]: local outlier factor, 1 without
+    neighbours; largest int64 [K]: good rows of the largest component."""
 
-    log_density: F64
-    mean2: F64
-    mean4: F64
+    degree: I64
+    factor: F64
+    largest: I64
 
 
-class Tiles(Protocol):
-    """What a device takes over of P7, P8, P9 and P11. `rounding`: relative, of what it finds."""
+class Parted(NamedTuple):
+    """place f64 [N]: coordinate along the line through both means; apart2 f64 [N]: squared distance to the mean of the row's
+    side, 0 for rows left out; above int64 [K]: rows of the upper side; between f64 [K]: the part of W between the sides."""
 
-    rounding: float
-
-    def partners(self, centres: F64, radius: F64) -> tuple[I64, Bool]:
-        """centres f64 [m, d], radius f64 [m] = S -> j of the greatest (S_c + S_j) / |c - j| (-1: none), and whether
-        others seem to be at the same place: those are to be looked at again."""
-
-    def nearest_other(
-        self, weight: F64, centres: F64, origin: F64, own: I64, size: F64, within: F64
-    ) -> NearCentres:
-        """weight f64 [N]; centres f64 [m, d]; origin f64 [d], a point among them; own int64 [N]: number of a row's centre, or
-        any one of a row left out; size and within = W, f64 [m]."""
-
-    def pairs(
-        self, members: Members, radius2: F64, copy_of: I64, k: int
-    ) -> Iterator[tuple[slice, PairRows]]:
-        """Ranges of members.places, whole clusters, with what was found of their rows."""
-
-    def weighed(
-        self, members: Members, radius2: F64, copy_of: I64, temperature: F64
-    ) -> Iterator[tuple[slice, WeighedRows]]:
-        """temperature f64 [K]. Ranges of members.places, whole clusters."""
+    place: F64
+    apart2: F64
+    above: I64
+    between: F64
 
 
 class Sweeps(Protocol):
@@ -97,6 +81,27 @@ class Sweeps(Protocol):
 
     def radius2(self, weight: F64, centroid: F64) -> F64:
         """|weight x row - centroid of its cluster|^2, f64 [N]; 0 for rows left out."""
+
+    def totals(self, value: F64) -> F64:
+        """Sum of each cluster."""
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        """value f64 [N], 0 where it is not kept."""
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        """Sum modulo 2^64 and xor of each cluster."""
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        """By linear interpolation, one array a share; NaN where a cluster keeps none."""
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        """row_hash u64 [N, 2] -> the lowest row of the same cluster with the same hash, int64 [N]."""
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        """Neighbour lists [N, k] of rows in the same cluster, -1 past their end, with rising distances."""
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        """Lloyd's iteration with two centres in every cluster from the sides `upper` on."""
 
     def close(self) -> None:
         """Release what the sweeps hold. Idempotent."""
@@ -152,6 +157,34 @@ class CpuSweeps:
 
         run_side_by_side(measure, csr.blocks())
         return out
+
+    def totals(self, value: F64) -> F64:
+        return segment_sum(value, self._csr.indptr)
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        indptr, far = self._csr.indptr, np.where(kept, value, np.inf)
+        return Nearest(
+            segment_sum(value, indptr),
+            segment_min(far, indptr),
+            segment_argmin(far, self._csr.ids, indptr),
+        )
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        indptr = self._csr.indptr
+        with np.errstate(over="ignore"):
+            return segment_sum(mark, indptr), segment_xor(mark, indptr)
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        return segment_quantiles(value, kept, self._csr.owner(), self._csr.clusters, shares)
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        return None
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        return None
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        return None
 
     def close(self) -> None:
         """Nothing is held beyond the caller's rows."""

@@ -15,7 +15,7 @@ from fabric_pipelines.analytics import kernels, passes
 from fabric_pipelines.analytics.card_tiles import CardTiles
 from fabric_pipelines.analytics.csr import group
 from fabric_pipelines.analytics.gauss_sums import gauss
-from fabric_pipelines.analytics.health import METRICS, TILED, Metric, measure
+from fabric_pipelines.analytics.health import METRICS, SWEPT, TILED, Metric, measure
 from fabric_pipelines.analytics.neighbours import neighbours
 from fabric_pipelines.analytics.reference.row_admit import row_hash
 from fabric_pipelines.analytics.stacks import Members
@@ -47,6 +47,7 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
     labels = rng.integers(0, 30, count)
     rows = (rng.standard_normal((30, dim))[labels] + rng.standard_normal((count, dim))).astype("f4")
     rows[5, -1], rows[6], rows[7, 0] = np.nan, 0.0, np.inf
+    rows[8:12], labels[8:12] = rows[8], labels[8]  # copies in one cluster
     csr, _ = group(rows, labels, np.arange(count), 31)
     cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric)
     cuda = measure(
@@ -65,8 +66,8 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
         )
     assert (cuda.readings["checksum_mismatch"].value == 0).all()
     assert len(cuda.breaches) == 0
-    assert {cuda.backend[name] for name in ("P1", "P2", "P3", *TILED)} == {"cuda"}
-    assert {cuda.backend[name] for name in ("P4", "P5", "P6", "P10", "P12")} == {"cpu"}
+    assert {cuda.backend[name] for name in (*SWEPT, *TILED)} == {"cuda"}
+    assert {cuda.backend[name] for name in ("P5", "P6")} == {"cpu"}
 
 
 @both("dim", [3, 128], [3, 40])
