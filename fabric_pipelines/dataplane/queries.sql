@@ -531,14 +531,17 @@ select exists (
        (select setting::integer from pg_settings where name = 'deadlock_timeout');
 
 -- name: lock_holders
--- A prepared transaction has no process.
-select coalesce(
-    format('prepared transaction %%s since %%s', quote_literal(p.gid), p.prepared),
-    format('pid %%s (%%s, role %%s) since %%s', l.pid, coalesce(nullif(a.application_name, ''), a.backend_type, '?'),
-           coalesce(a.usename, '?'), coalesce(a.xact_start::text, 'a time that this role may not see')))
+-- A prepared transaction has no process; what it is called stands beside the number that it holds a lock on as well.
+select case
+    when p.gid is not null then format('prepared transaction %%L since %%s', p.gid, p.prepared)
+    else format('pid %%s (%%s, role %%s) since %%s', l.pid, coalesce(nullif(a.application_name, ''), a.backend_type, '?'),
+                coalesce(a.usename, '?'), coalesce(a.xact_start::text, 'a time that this role may not see'))
+end
 from pg_locks as l
 left join pg_stat_activity as a using (pid)
-left join pg_prepared_xacts as p on l.pid is null and l.virtualtransaction like '%%/' || p.transaction::text
+left join pg_locks as x
+    on l.pid is null and x.pid is null and x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction
+left join pg_prepared_xacts as p on p.transaction = x.transactionid
 where l.locktype = 'relation' and l.relation = %(relation)s::oid and l.granted
   and l.database = (select oid from pg_database where datname = current_database())
   and l.mode = any (%(modes)s::text[]) and l.pid is distinct from pg_backend_pid()

@@ -109,7 +109,8 @@ WHY_AUDIT = {
     "inherited": "{relation} is a partition or child of another table, and rows that are written by the name of that one fire no "
     "trigger here: build a shard of the whole table with a filter, or " + _LOOK,
     "moving filter": "the filter reads more than the row (a clock, a setting, another table), so rows come and go while "
-    "nothing in {relation} changes: build the shard anew with a filter of fixed values; until then " + _LOOK,
+    "nothing in {relation} changes: build the shard anew with a filter of fixed values; until then "
+    + _LOOK,
     "disarmed": "triggers of the watch on {relation} were switched off or dropped: "
     + _LOOK
     + _SETTLE,

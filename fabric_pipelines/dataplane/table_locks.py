@@ -58,7 +58,7 @@ def briefly_locked(
         wait_ms = int(row[1]) + VACUUM_MARGIN_MS if row[0] else LOCK_MS
     raise DatabaseUnavailable(
         f"{name} was held by others at each of {ATTEMPTS} attempts to lock it: {_holders(connection, relation, modes)}; let "
-        "that transaction end, or end it with `select pg_terminate_backend(PID)`, and try again"
+        "that transaction end, or end it (`select pg_terminate_backend(PID)`, `rollback prepared`), and try again"
     ) from last
 
 

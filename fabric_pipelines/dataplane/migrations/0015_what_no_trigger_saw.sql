@@ -252,6 +252,9 @@ begin
         return known;
     end if;
     execute format('lock table only %s in share row exclusive mode', target);
+    if exists (select from fabric.unwatched as u where u.relation = target::oid) then
+        return null; -- said while we waited
+    end if;
     insert into fabric.watched as w (relation, id_column, vector_column)
     values (target::oid, watch.id_column, watch.vector_column)
     on conflict do nothing;
