@@ -37,7 +37,8 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
 CHECKSUM = "checksum_mismatch"
-SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
+# What a device may take over; "open" is the upload to it.
+SWEPT = ("open", "P1", "P2", "P3", "P4", "P10", "P12")
 T = TypeVar("T")
 
 
@@ -147,8 +148,8 @@ def measure(
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
-    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
-    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P4, P10
+    and P12 on the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -255,7 +256,7 @@ def _run(
     found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm, hashed=hashed))
     means = run("P2", lambda: passes.centroid(csr, sweeps, found, cosine=cosine))
     radii = run("P3", lambda: passes.radius(csr, sweeps, found, means))
-    order = may("P4", lambda: passes.order(csr, found, radii))
+    order = may("P4", lambda: passes.order(csr, sweeps, found, radii))
     size, radius2 = found.size, radii.radius2
     members = Members.of(csr, found.good, size, means.weight, means.mean)
     rms = np.sqrt(radii.within / np.maximum(size, 1))
@@ -270,12 +271,12 @@ def _run(
         near = may("P9", lambda: neighbours(csr, members, radius2, copies))
     if near is not None and order is not None:
         lists, heat = near, near.bandwidth**2
-        edges = may("P10", lambda: graph(csr, found.good, size, lists))
+        edges = may("P10", lambda: graph(csr, sweeps, found.good, size, lists))
         sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat))
     split = None
     if shape is not None:
         upper = shape.upper
-        split = may("P12", lambda: halves(csr, members, upper))
+        split = may("P12", lambda: halves(csr, sweeps, members, upper))
     return Facts(
         cosine=cosine,
         reference=reference,

@@ -19,11 +19,8 @@ from fabric_pipelines.analytics.csr import (
     U64,
     Bool,
     Csr,
-    segment_argmin,
-    segment_min,
     segment_quantiles,
     segment_sum,
-    segment_xor,
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps
@@ -118,7 +115,7 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
     norm = np.sqrt(np.where(good, norm2, 0.0))
     with np.errstate(over="ignore"):
         mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
-        digest_sum = segment_sum(mark, csr.indptr)
+    digest_sum, digest_xor = sweeps.digests(mark)
 
     def count(marked: npt.NDArray[np.bool_]) -> I64:
         return segment_sum(marked.astype(np.int64), csr.indptr)
@@ -133,10 +130,10 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
         nan=count((flag & NAN) != 0),
         inf=count((flag & INF) != 0),
         zero=count((flag & ZERO) != 0),
-        norm_sum=segment_sum(norm, csr.indptr),
-        norm2_sum=segment_sum(norm * norm, csr.indptr),
+        norm_sum=sweeps.totals(norm),
+        norm2_sum=sweeps.totals(norm * norm),
         digest_sum=digest_sum,
-        digest_xor=segment_xor(mark, csr.indptr),
+        digest_xor=digest_xor,
     )
 
 
@@ -159,23 +156,22 @@ def centroid(csr: Csr, sweeps: Sweeps, admitted: Admission, *, cosine: bool) -> 
 
 def radius(csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids) -> Radii:
     radius2 = sweeps.radius2(centroids.weight, centroids.mean)
-    length = np.sqrt(radius2)
-    left_out_far = np.where(admitted.good, length, np.inf)
+    nearest = sweeps.nearest(np.sqrt(radius2), admitted.good)
     return Radii(
         radius2=radius2,
-        within=segment_sum(radius2, csr.indptr),
-        mean_radius=_per_row(segment_sum(length, csr.indptr), admitted.size),
-        least_radius=segment_min(left_out_far, csr.indptr),
-        medoid=segment_argmin(left_out_far, csr.ids, csr.indptr),
+        within=sweeps.totals(radius2),
+        mean_radius=_per_row(nearest.total, admitted.size),
+        least_radius=nearest.least,
+        medoid=nearest.least_id,
     )
 
 
-def order(csr: Csr, admitted: Admission, radii: Radii) -> Order:
+def order(csr: Csr, sweeps: Sweeps, admitted: Admission, radii: Radii) -> Order:
     owner, length = csr.owner(), np.sqrt(radii.radius2)
-    median, p95, p99 = segment_quantiles(
-        length, admitted.good, owner, csr.clusters, (0.5, 0.95, 0.99)
-    )
-    copy_of = _copies(csr, admitted.hash, owner)
+    median, p95, p99 = sweeps.quantiles(length, admitted.good, (0.5, 0.95, 0.99))
+    first = sweeps.equal_hashes(admitted.hash)
+    hashes = admitted.hash
+    copy_of = _copies(csr, hashes, owner) if first is None else _compared(csr, first, owner)
     by_copy = np.lexsort((copy_of, owner))
     fresh = np.ones(len(owner), dtype=np.bool_)
     fresh[1:] = (np.diff(owner[by_copy]) != 0) | (np.diff(copy_of[by_copy]) != 0)
@@ -202,7 +198,23 @@ def _copies(csr: Csr, row_hash: U64, owner: I64) -> I64:
     first = np.ones(len(owner), dtype=np.bool_)
     first[hit[equal] + 1] = False
     copy_of[ranked] = np.cumsum(first)
-    for cluster in np.unique(owner[ranked[hit[~equal]]]):
+    return _by_bytes(csr, copy_of, np.unique(owner[ranked[hit[~equal]]]))
+
+
+def _compared(csr: Csr, first: I64, owner: I64) -> I64:
+    """The same from the lowest row with the same hash [N]: its bytes are compared with the row's."""
+    hit = np.flatnonzero(first != np.arange(len(first)))
+    words = csr.rows.view(np.uint32)
+    equal = np.empty(len(hit), dtype=np.bool_)
+    for part in csr.blocks():
+        at = hit[part]
+        equal[part] = (words[at] == words[first[at]]).all(axis=1)
+    return _by_bytes(csr, first, np.unique(owner[hit[~equal]]))
+
+
+def _by_bytes(csr: Csr, copy_of: I64, clusters: I64) -> I64:
+    words = csr.rows.view(np.uint32)
+    for cluster in clusters:
         own = slice(csr.indptr[cluster], csr.indptr[cluster + 1])
         copy_of[own] = np.unique(words[own], axis=0, return_inverse=True)[1].reshape(-1)
     return copy_of

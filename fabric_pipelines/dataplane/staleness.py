@@ -34,6 +34,8 @@ from fabric_pipelines.dataplane.source import (
     describe,
     fingerprints,
     frozen,
+    require_ids,
+    require_integer_ids,
     state_of,
 )
 from fabric_pipelines.dataplane.sql import compose, query
@@ -180,6 +182,7 @@ def watch(database: Database, source: Source) -> None:
         _fault_of_filter(connection, source, "judge_filter")
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
+        require_integer_ids(connection, source)
         wanted = {
             "relation": source.relation,
             "id": source.id_column,
@@ -336,6 +339,7 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
             "in_moved_ids", id=sql.Identifier(source.id_column), shard=sql.Literal(name)
         )
         described = describe(connection, source)
+        require_ids(connection, source, described)
         rows = copy_rows(connection, source, described.encoding, chosen)
         made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)

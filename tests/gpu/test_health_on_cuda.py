@@ -40,6 +40,7 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
     labels = rng.integers(0, 30, 6000)
     rows = (rng.standard_normal((30, dim))[labels] + rng.standard_normal((6000, dim))).astype("f4")
     rows[5, -1], rows[6], rows[7, 0] = np.nan, 0.0, np.inf
+    rows[8:12], labels[8:12] = rows[8], labels[8]  # copies in one cluster
     csr, _ = group(rows, labels, np.arange(6000), 31)
     cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric)
     cuda = measure(
@@ -53,8 +54,9 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
         )
     assert (cuda.readings["checksum_mismatch"].value == 0).all()
     assert len(cuda.breaches) == 0
-    assert {cuda.backend[name] for name in ("P1", "P2", "P3")} == {"cuda"}
-    assert {cuda.backend[name] for name in ("P4", "P7", "P8")} == {"cpu"}
+    swept = ("P1", "P2", "P3", "P4", "P10", "P12")
+    assert {cuda.backend[name] for name in swept} == {"cuda"}
+    assert {cuda.backend[name] for name in ("P5", "P6", "P7", "P8", "P9", "P11")} == {"cpu"}
 
 
 @pytest.mark.gpu
