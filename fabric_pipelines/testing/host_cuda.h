@@ -27,7 +27,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#define FABRIC_HOST_CUDA 1
+#define HOST_CUDA 1
 #define __global__
 #define __device__
 #define __host__
