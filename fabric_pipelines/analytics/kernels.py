@@ -233,8 +233,8 @@ def csr_quantiles(
 def csr_copies(
     gpu: Card, row_hash: DeviceArray, indptr: DeviceArray, *, blocks: int | None = None
 ) -> tuple[DeviceArray, DeviceArray]:
-    """row_hash u64 [N, 2], indptr i64 [K+1] -> i64 [N]: the lowest row of the same cluster with the same hash; u64 [K]:
-    distinct rows. Twin: reference.csr_select.csr_copies. Holds 16 to 32 bytes a row for a table meanwhile."""
+    """row_hash u64 [N, 2], indptr i64 [K+1] -> i64 [N]: the lowest row of the same cluster with the same hash; u64 [K, 2]:
+    first the distinct rows. Twin: reference.csr_select.csr_copies. Holds 16 to 32 bytes a row for a table meanwhile."""
     count, clusters = len(row_hash), len(indptr) - 1
     copy_of, fresh = gpu.empty(count, np.int64), gpu.empty(count, np.uint64)
     if count:
@@ -245,7 +245,7 @@ def csr_copies(
         where = (row_hash, indptr, count, clusters, table, slots - 1)
         gpu.launch("csr_select", "csr_select_insert", grid, where)
         gpu.launch("csr_select", "csr_select_find", grid, (*where, copy_of, fresh))
-    return copy_of, csr_words(gpu, fresh, indptr, blocks=blocks)[:, 0]
+    return copy_of, csr_words(gpu, fresh, indptr, blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True)
