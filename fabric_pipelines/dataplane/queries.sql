@@ -545,10 +545,51 @@ on conflict (uri) do nothing;
 select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 
 -- name: relation_kind
-select relkind::text from pg_class where oid = fabric.relation_oid(%(relation)s);
+select relkind::text, oid::bigint from pg_class where oid = fabric.relation_oid(%(relation)s);
 
--- name: forget_watches_from_elsewhere
-select fabric.forget_watches_from_elsewhere();
+-- name: watches_from_elsewhere
+-- With the table that has the triggers now.
+select w.watch_id, coalesce(
+    (select tgrelid from pg_trigger where tgfoid = fabric.note_function(w.watch_id) order by tgrelid limit 1),
+    w.relation)::bigint
+from fabric.watched as w
+where w.cluster <> fabric.cluster() or not exists (select from pg_class where oid = w.relation);
+
+-- name: forget_watch
+select fabric.forget_watch(%(watch)s);
+
+-- name: judge_filter
+select fabric.judge_filter(%(relation)s, %(filter)s);
+
+-- name: filter_fault
+select fabric.filter_fault(%(relation)s, %(filter)s);
+
+-- name: autovacuum_holds
+select exists (
+           select from pg_locks as l
+           join pg_stat_activity as a using (pid)
+           where l.locktype = 'relation' and l.relation = %(relation)s::oid and l.granted
+             and l.database = (select oid from pg_database where datname = current_database())
+             and l.mode = any (%(modes)s::text[]) and a.backend_type = 'autovacuum worker'),
+       (select setting::integer from pg_settings where name = 'deadlock_timeout');
+
+-- name: lock_holders
+-- A prepared transaction has no process; what it is called stands beside the number that it holds a lock on as well.
+select case
+    when p.gid is not null then format('prepared transaction %%L since %%s', p.gid, p.prepared)
+    else format('pid %%s (%%s, role %%s) since %%s', l.pid, coalesce(nullif(a.application_name, ''), a.backend_type, '?'),
+                coalesce(a.usename, '?'), coalesce(a.xact_start::text, 'a time that this role may not see'))
+end
+from pg_locks as l
+left join pg_stat_activity as a using (pid)
+left join pg_locks as x
+    on l.pid is null and x.pid is null and x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction
+left join pg_prepared_xacts as p on p.transaction = x.transactionid
+where l.locktype = 'relation' and l.relation = %(relation)s::oid and l.granted
+  and l.database = (select oid from pg_database where datname = current_database())
+  and l.mode = any (%(modes)s::text[]) and l.pid is distinct from pg_backend_pid()
+group by 1
+order by 1;
 
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);

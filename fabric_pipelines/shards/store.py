@@ -30,6 +30,9 @@ class VectorStore(Protocol):
     def source_state(self, source: Source) -> SourceState:
         """The state alone, for a check that moves no vectors."""
 
+    def require_fixed_filter(self, source: Source) -> None:
+        """SchemaError for a filter whose answer for a row changes while the row does not."""
+
     def watch(self, source: Source) -> None:
         """From the next snapshot on, every change of the source's rows is kept."""
 
@@ -134,6 +137,9 @@ class PostgresStore:
 
     def source_state(self, source: Source) -> SourceState:
         return sources.source_state(self.database, source)
+
+    def require_fixed_filter(self, source: Source) -> None:
+        staleness.require_fixed_filter(self.database, source)
 
     def watch(self, source: Source) -> None:
         staleness.watch(self.database, source)

@@ -27,7 +27,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#define FABRIC_HOST_CUDA 1
+#define HOST_CUDA 1
 #define __global__
 #define __device__
 #define __host__
@@ -447,7 +447,7 @@ inline T reduce(unsigned mask, T value, Site site, Fold fold) {
   }));
 }
 
-// Threads meet between an atomic and what follows, in one of the two orders: that is where updates get lost.
+// Others run before an atomic and after it, in one of the two orders: that is where updates get lost and swaps fail.
 inline void give_way() {
   if (!falling) return;
   fibers[running].state = State::kGaveWay;
@@ -456,6 +456,7 @@ inline void give_way() {
 
 template <typename T, typename New>
 inline T exchange(T* address, New fresh) {
+  give_way();
   const T before = *address;
   *address = static_cast<T>(fresh(before));
   give_way();

@@ -73,6 +73,9 @@ class MemoryVectorStore:
     def source_state(self, source: Source) -> SourceState:
         return self.read_source(source).state
 
+    def require_fixed_filter(self, source: Source) -> None:
+        """No SQL here that could read a clock."""
+
     def watch(self, source: Source) -> None:
         """Every change is kept from the first one on."""
 

@@ -27,7 +27,7 @@ def given(dim: int, sizes: list[int], seed: int = 0) -> tuple[Given, list[np.nda
     rows[lump, -1] += 4  # told apart by the last dimension alone
     rows = rows.astype(np.float32)
     weight = np.where(rng.random(count) < 0.1, 0.0, rng.uniform(0.9, 1.1, count))
-    rows[weight == 0, 0] = np.nan
+    rows[(weight == 0) & (rng.random(count) < 0.5), 0] = np.nan
     start = (lump ^ (rng.random(count) < 0.3)).astype(np.uint8)
     csr = Csr(rows, indptr, np.arange(count))
     size = np.add.reduceat(np.append(weight != 0, 0), indptr[:-1]) * (csr.sizes > 0)
@@ -91,6 +91,14 @@ def test_a_side_that_would_fall_empty_ends_it_before_it_does(card: Card) -> None
     assert norm2.tolist() == [0, 0]
     assert side.tolist() == start.tolist()
     assert apart2.tolist() == [1, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_row_as_near_to_both_means_is_of_the_lower_side(card: Card) -> None:
+    rows = np.array([[-2], [0], [1], [1]], np.float32)
+    host = (rows, np.ones(4), np.array([0, 4]), np.zeros((1, 1)), np.array([4]))
+    side, place, _, _, _ = run(card, (*host, np.array([0, 0, 1, 1], np.uint8)))
+    assert side.tolist() == [0, 0, 1, 1]
+    assert place.tolist() == [-2, 0, 1, 1]
 
 
 def test_no_rows_and_empty_clusters(card: Card) -> None:
