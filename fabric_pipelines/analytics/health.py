@@ -39,6 +39,7 @@ MIN_NORM = 1e-12  # below it a row has no direction
 CHECKSUM = "checksum_mismatch"
 # What a device may take over; "open" is the upload to it.
 SWEPT = ("open", "P1", "P2", "P3", "P4", "P10", "P12")
+TILED = ("P7", "P8", "P9", "P11")  # and that in tiles, where its sweeps have them
 T = TypeVar("T")
 
 
@@ -148,8 +149,8 @@ def measure(
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
-    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P4, P10
-    and P12 on the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P4, P10 and P12 and,
+    in float32, the tiles of P7, P8, P9 and P11 on the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -226,7 +227,12 @@ def _measure(
         pass_seconds=seconds,
         pass_flop=drawn.flop,
         pass_bytes=drawn.workspace_bytes,
-        backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
+        backend={
+            name: sweeps.name
+            if name in SWEPT or (name in TILED and sweeps.tiles is not None)
+            else "cpu"
+            for name in seconds
+        },
         breaches=np.flatnonzero(broken).astype(np.int64),
         disagreements=disagreements,
     )
@@ -262,17 +268,19 @@ def _run(
     rms = np.sqrt(radii.within / np.maximum(size, 1))
     centre = may("P5", lambda: robust(csr, members, radius2, rms))
     shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
-    pairs = may("P7", lambda: passes.pairs(means, radii, size))
+    pairs = may("P7", lambda: passes.pairs(means, radii, size, sweeps.tiles))
     several = int((size > 0).sum()) > 1
-    points = may("P8", lambda: passes.points(csr, found, means, radii)) if several else None
+    points = None
+    if several:
+        points = may("P8", lambda: passes.points(csr, found, means, radii, sweeps.tiles))
     near = edges = sums = None
     if order is not None:
         copies = order.copy_of
-        near = may("P9", lambda: neighbours(csr, members, radius2, copies))
+        near = may("P9", lambda: neighbours(csr, members, radius2, copies, sweeps.tiles))
     if near is not None and order is not None:
         lists, heat = near, near.bandwidth**2
         edges = may("P10", lambda: graph(csr, sweeps, found.good, size, lists))
-        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat))
+        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat, sweeps.tiles))
     split = None
     if shape is not None:
         upper = shape.upper

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fabric_pipelines.analytics import card_tiles
 from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
 from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.analytics.sweeps import Admitted, Linked, Nearest, Parted
+from fabric_pipelines.analytics.tiles import Tiles
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -454,7 +456,8 @@ def bytes_needed(csr: Csr) -> int:
 
 
 class CudaSweeps:
-    """The rows are uploaded once and stay on the card until close."""
+    """The rows are uploaded once and stay on the card until close. `tiles` is None where they leave too little of its memory
+    for a window of centred rows: the table then says "cpu" of those passes."""
 
     name = "cuda"
 
@@ -468,6 +471,9 @@ class CudaSweeps:
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
             self._ids: DeviceArray = self._gpu.upload(csr.ids)
+            self.tiles: Tiles | None = None
+            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
+                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
         except DeviceRefused:
             self._gpu.close()
             raise
@@ -536,5 +542,5 @@ class CudaSweeps:
         return Parted(place, apart2, above, norm2 * size / rest)
 
     def close(self) -> None:
-        self._rows = self._indptr = self._ids = None
+        self._rows = self._indptr = self._ids = self.tiles = None
         self._gpu.close()

@@ -29,6 +29,7 @@ from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
 from fabric_pipelines.analytics.reference.row_admit import row_flags, row_hash
 from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
+from fabric_pipelines.analytics.tiles import Tiles
 
 
 class Admitted(NamedTuple):
@@ -70,6 +71,7 @@ class Sweeps(Protocol):
     """`name` is the backend that a health table reports; `weight` 0 leaves a row out."""
 
     name: str
+    tiles: Tiles | None  # None: the CPU's own, in float64
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """Without `hashed` the hashes may be anything: nobody reads them."""
@@ -115,6 +117,7 @@ def _segments(indptr: I64, rows: slice) -> tuple[slice, I64]:
 
 class CpuSweeps:
     name = "cpu"
+    tiles: Tiles | None = None
 
     def __init__(self, csr: Csr) -> None:
         self._csr = csr

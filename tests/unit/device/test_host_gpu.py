@@ -80,14 +80,15 @@ def _compiler() -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Planted:
-    """A card whose family has a fault: its source with one text replaced."""
+    """A card whose family, or what it includes, has a fault: its source with one text replaced."""
 
     def plant(family: str, right: str, wrong: str) -> HostGpu:
         sources = tmp_path / "cuda"
         shutil.copytree(CUDA, sources)
-        text = (CUDA / f"{family}.cu").read_text()
+        name = family if "." in family else f"{family}.cu"
+        text = (CUDA / name).read_text()
         assert text.count(right) == 1
-        (sources / f"{family}.cu").write_text(text.replace(right, wrong))
+        (sources / name).write_text(text.replace(right, wrong))
         return HostGpu(sources, BUILD)
 
     return plant
@@ -120,6 +121,24 @@ def test_dimensions_dropped_past_128_make_the_health_table_corrupt(
         )  # fmt: skip
         assert (table.readings["rms_radius"].status == Status.CORRUPT).all() == corrupt
         assert (len(table.breaches) > 0) == corrupt
+
+
+@pytest.mark.parametrize(
+    ("metric", "passes"), [("mean_pairwise_distance", "P3 and P9"), ("silhouette", "P3 and P8")]
+)
+def test_dimensions_that_tiles_drop_past_128_make_their_metrics_corrupt(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch, metric: str, passes: str
+) -> None:
+    loop = "for (int k = 0; k < pitch; k += kSlab)"
+    card = planted("include/tiles.cuh", loop, loop.replace("k < pitch", "k < pitch && k < 128"))
+    monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
+    for dim, corrupt in ((128, False), (132, True)):
+        rows = np.random.default_rng(dim).standard_normal((60, dim), dtype=np.float32)
+        table = measure(
+            rows, np.array([0, 20, 60]), np.arange(60), metric="l2", backend="cuda", only=[metric]
+        )
+        assert (table.readings[metric].status == Status.CORRUPT).all() == corrupt
+        assert list(table.disagreements) == [passes] * corrupt
 
 
 def test_a_shuffle_that_some_lanes_skip_is_named_with_its_line(planted: Planted) -> None:
