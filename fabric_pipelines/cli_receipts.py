@@ -283,6 +283,12 @@ def receipt_push(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read back every object that is there already.")
     ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Replace the copy of another database, or one that counts as newer."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy the current generation of a shard to an object store, or heal its copy: what is missing there or differs is sent."""
@@ -292,10 +298,16 @@ def receipt_push(
 
     settings = settings_of(ctx)
     done = remote.push(
-        Database.of(settings), settings.shards_dir, shard, Objects(to), verify=verify
+        Database.of(settings),
+        settings.shards_dir,
+        shard,
+        Objects(to),
+        verify=verify,
+        take_over=take_over,
     )
     answer = {"shard": shard, "generation": done.pointer.generation, "token": done.pointer.token}
-    emit(answer | {"files_sent": done.files, "bytes_sent": done.bytes}, as_json)
+    answer |= {"files_sent": done.files, "bytes_sent": done.bytes}
+    emit(answer | ({"adopted": done.adopted} if done.adopted else {}), as_json)
 
 
 @app.command("fetch")
