@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from fabric_pipelines.console import GENERATION_MAX, emit, require, settings_of
+from fabric_pipelines.console import (
+    GENERATION_MAX,
+    WAIT_S_MAX,
+    emit,
+    finite,
+    require,
+    settings_of,
+)
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.screen import plain
 
@@ -178,7 +185,12 @@ def receipt_stale(
     shard: Annotated[str | None, typer.Option(help="Only this shard.")] = None,
     wait: Annotated[
         float,
-        typer.Option(help="Seconds to wait for a shard to become stale; rung by the database."),
+        typer.Option(
+            min=0,
+            max=WAIT_S_MAX,
+            callback=finite,
+            help="Seconds to wait for a shard to become stale; rung by the database.",
+        ),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:

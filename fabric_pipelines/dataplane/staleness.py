@@ -320,7 +320,7 @@ def await_stale(
     the view is read at intervals all the same."""
     end = time.monotonic() + within_s
     found = staleness(database, shard)
-    if within_s <= 0:
+    if not within_s > 0:  # nan neither
         return found
     with Doorbell(database) as bell:
         while True:
