@@ -127,7 +127,7 @@ struct PairFold {
   }
 };
 
-template <class S, bool DIRECT>
+template <class S, bool DIRECT, bool SPLIT>
 __device__ __forceinline__ void pairs(const float* rows, const float* norm2, const int64_t* indptr,
                                       const int64_t* cluster, const int64_t* first,
                                       const int64_t* copy, int64_t listed, int64_t items,
@@ -156,7 +156,7 @@ __device__ __forceinline__ void pairs(const float* rows, const float* norm2, con
       }
     }
     const Operand own{rows, norm2};
-    sweep<S, DIRECT>(own, own, pitch, memory[team], fold);
+    sweep<S, DIRECT, PairFold<S>, SPLIT>(own, own, pitch, memory[team], fold);
     const uint32_t row = job.row_first + thread;
     if (thread < S::kSide && row < job.rows) {
       const PairRow& done = fold.state[thread];
@@ -202,23 +202,26 @@ __device__ __forceinline__ void centred(const float* __restrict__ rows,
 
 }  // namespace fabric
 
-#define PAIR_TILE(NAME, SHAPE, DIRECT, BLOCKS)                                                     \
+#define PAIR_TILE(NAME, SHAPE, DIRECT, SPLIT, BLOCKS)                                              \
   extern "C" __global__ void __launch_bounds__(fabric::kBlock, BLOCKS)                             \
       NAME(const float* rows, const float* norm2, const int64_t* indptr, const int64_t* cluster,   \
            const int64_t* first, const int64_t* copy, int64_t listed, int64_t items,               \
            int64_t pitch, int64_t k, double* total, double* total2, float* greatest2,              \
            unsigned long long* near) {                                                             \
-    fabric::pairs<fabric::SHAPE, DIRECT>(rows, norm2, indptr, cluster, first, copy, listed, items, \
-                                         static_cast<int>(pitch), static_cast<int>(k), total,      \
-                                         total2, greatest2, near);                                 \
+    fabric::pairs<fabric::SHAPE, DIRECT, SPLIT>(rows, norm2, indptr, cluster, first, copy, listed, \
+                                                items, static_cast<int>(pitch),                    \
+                                                static_cast<int>(k), total, total2, greatest2,     \
+                                                near);                                             \
   }
 
-PAIR_TILE(pair_tile_32, Warp32, false, 2)
-PAIR_TILE(pair_tile_64, Block64, false, 3)
-PAIR_TILE(pair_tile_128, Block128, false, 2)
-PAIR_TILE(pair_tile_direct_32, Warp32, true, 2)
-PAIR_TILE(pair_tile_direct_64, Block64, true, 3)
-PAIR_TILE(pair_tile_direct_128, Block128, true, 2)
+PAIR_TILE(pair_tile_32, Warp32, false, false, 2)
+PAIR_TILE(pair_tile_64, Block64, false, false, 3)
+PAIR_TILE(pair_tile_128, Block128, false, false, 2)
+PAIR_TILE(pair_tile_direct_32, Warp32, true, false, 2)
+PAIR_TILE(pair_tile_direct_64, Block64, true, false, 3)
+PAIR_TILE(pair_tile_direct_128, Block128, true, false, 2)
+// at two blocks a multiprocessor it spills: 64 sums, 24 split factors and the next slab do not fit 128 registers
+PAIR_TILE(pair_tile_split_128, Block128, false, true, 1)
 
 extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerSm)
     pair_tile_rows(const float* rows, const double* weight, const int64_t* place,

@@ -11,6 +11,8 @@
 //           fragment is one wavefront: 4 wavefronts for 64 fused multiply-adds.
 // DIRECT    sums (a - b)^2 instead: twice the instructions, and no digit lost. For dimensions up to 32, where near pairs are
 //           common and the epilogue costs more than the product.
+// SPLIT     SIDE 128 only: products on matrix units (include/matrix.cuh), 64 x 32 a warp. Dimension 2 t takes the place of t and
+//           2 t + 1 that of t + 4, for both operands: so a fragment lies on 32 banks in rows of 132 words.
 // Expansion n_i + n_j - 2 a.b else. Where that is below 1e-4 (n_i + n_j) it has lost digits: the pair is marked, and the
 //           warp that reads the row sums (a - b)^2 with all lanes. Error of d^2 elsewhere: sqrt(dim) x 2^-24 x (n_i + n_j).
 // Same      d^2 <= 2^-46 (n_i + n_j) is 0: closer than the rounding of the operands.
@@ -21,6 +23,7 @@
 #include <cstdint>
 
 #include "lanes.cuh"
+#include "matrix.cuh"
 
 namespace fabric {
 
@@ -170,11 +173,64 @@ __device__ __forceinline__ float two_sums(float one, float other) {
   return kept;
 }
 
+// One slab on matrix units: warp w has the rows of 64 (w / 4) and four blocks of 8 columns, two of each half, so that staging a half
+// frees half of its sums. sum[2 m + e / 2][2 n + e % 2] is element e of the lane in the product of rows m and columns n.
+template <class S>
+__device__ __forceinline__ void product_split(const float* left, float (&sum)[S::kDown][S::kAcross]) {
+  static_assert(S::kSide == 128 && S::kTeam == 256, "eight warps of 64 x 32");
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+  const float* rows = left + 2 * t * S::kPitch + warp / 4 * 64 + g;
+  const float* columns = left + S::kOperand + 2 * t * S::kPitch + warp % 4 * 16 + g;
+  unsigned big_b[4][2], small_b[4][2];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float* block = columns + n / 2 * 64 + n % 2 * 8;
+    split(block[0], big_b[n][0], small_b[n][0]);
+    split(block[S::kPitch], big_b[n][1], small_b[n][1]);
+  }
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    unsigned big_a[4], small_a[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      split(rows[16 * m + e % 2 * 8 + e / 2 * S::kPitch], big_a[e], small_a[e]);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      multiply_add(part, small_a, big_b[n]);
+      multiply_add(part, big_a, small_b[n]);
+      multiply_add(part, big_a, big_b[n]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[2 * m + e / 2][2 * n + e % 2] += part[e];
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void stage_split(const float (&sum)[S::kDown][S::kAcross], int group,
+                                            TileMemory<S>& memory) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < S::kDown; ++i) {
+    const int slot = warp / 4 * 64 + i / 2 * 16 + i % 2 * 8 + g;
+    const float p = memory.row_norm2[slot];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int column = warp % 4 * 16 + 8 * n + 2 * t;
+      const float* q = memory.column_norm2 + group * S::kStage + column;
+      *reinterpret_cast<float2*>(memory.values + slot * S::kStagePitch + column) =
+          make_float2(distance2<false>(sum[i][4 * group + 2 * n], p + q[0]),
+                      distance2<false>(sum[i][4 * group + 2 * n + 1], p + q[1]));
+    }
+  }
+}
+
 // The rows of the job's block in `a` against all of `b`. For each row and each run of kStage columns one warp calls
 //   fold.take(slot, row, column of lane 0, d2, kept)   column of d2[v] is that + 32 v + lane
 // where kept says that the column exists and fold.meets(row, column); fold.copies(row, column): known to be equal.
 // All threads of the team come here together, with the job and the fold's state of its rows behind a team_sync.
-template <class S, bool DIRECT, class Fold>
+template <class S, bool DIRECT, class Fold, bool SPLIT = false>
 __device__ __forceinline__ void sweep(const Operand& a, const Operand& b, int pitch,
                                       TileMemory<S>& memory, Fold& fold) {
   const int thread = team_thread<S>(), lane = thread % kWarp, warp = thread / kWarp;
@@ -210,8 +266,9 @@ __device__ __forceinline__ void sweep(const Operand& a, const Operand& b, int pi
       const bool more = k + kSlab < pitch;
       if (more) load_slab<S>(source, k + kSlab, pitch, held);
       const float* left = memory.values + buffer;
+      if constexpr (SPLIT) product_split<S>(left, sum);
 #pragma unroll kAtOnce
-      for (int t = 0; t < kSlab; ++t) {
+      for (int t = 0; t < (SPLIT ? 0 : kSlab); ++t) {
         float p[S::kDown], q[S::kAcross];
         fragment<S>(left + t * S::kPitch, y, p);
         fragment<S>(left + S::kOperand + t * S::kPitch, x, q);
@@ -234,9 +291,10 @@ __device__ __forceinline__ void sweep(const Operand& a, const Operand& b, int pi
     }
 #pragma unroll
     for (int group = 0; group < S::kAcross / 4; ++group) {
+      if constexpr (SPLIT) stage_split<S>(sum, group, memory);
       const float4 q = *reinterpret_cast<const float4*>(memory.column_norm2 + group * S::kStage + 4 * x);
 #pragma unroll
-      for (int i = 0; i < S::kDown; ++i) {
+      for (int i = 0; i < (SPLIT ? 0 : S::kDown); ++i) {
         const int slot = i / 4 * (4 * S::kSide / S::kDown) + 4 * y + i % 4;
         const float p = memory.row_norm2[slot];
         *reinterpret_cast<float4*>(memory.values + slot * S::kStagePitch + 4 * x) =

@@ -139,8 +139,9 @@ def pair_tile(
     *,
     blocks: int | None = None,
     side: int | None = None,
+    split: bool = False,
 ) -> PairSums:
-    """copy i64 [n], equal for equal rows of a cluster; k from 1 to NEIGHBOURS_MAX. Rows of clusters of one are 0 and
+    """split: products on matrix units, which only tiles of 128 rows beyond DIRECT_DIM dimensions have. copy i64 [n], equal for equal rows of a cluster; k from 1 to NEIGHBOURS_MAX. Rows of clusters of one are 0 and
     have no neighbour. Twin: reference.pair_tile.pair_rows."""
     if not 1 <= k <= NEIGHBOURS_MAX:
         raise UsageError(f"{k} neighbours of a row; pair_tile lists 1 to {NEIGHBOURS_MAX}")
@@ -152,7 +153,8 @@ def pair_tile(
         gpu.empty((count, k), np.uint64),
     )
     for part in blocks_of(np.diff(tiles.bounds), least=1, side=side):
-        _launch(gpu, "pair_tile", tiles, part, (copy,), (k,), out, blocks)
+        mode = "split_" if split and part.side == 128 and tiles.dim > DIRECT_DIM else None
+        _launch(gpu, "pair_tile", tiles, part, (copy,), (k,), out, blocks, mode)
     return out
 
 
@@ -251,12 +253,13 @@ def _side_for(gpu: Card, rows: int) -> int:
 def _launch(
     gpu: Card, family: str, tiles: TileRows, part: Blocks, given: tuple[DeviceArray, ...],
     numbers: tuple[int, ...], out: tuple[DeviceArray, ...], blocks: int | None,
+    mode: str | None = None,
 ) -> None:  # fmt: skip
     cluster, first = _send(gpu, part.cluster), _send(gpu, part.first)
     items = int(part.first[-1])
     gpu.launch(
         family,
-        f"{family}_{_mode(tiles.dim)}{part.side}",
+        f"{family}_{mode or _mode(tiles.dim)}{part.side}",
         blocks or gpu.blocks_for(_warps(part.side, items)),
         (tiles.rows, tiles.norm2, tiles.indptr, cluster, first, *given, len(part.cluster), items,
          tiles.rows.shape[1], *numbers, *out),

@@ -106,8 +106,9 @@ _SETTLE = "; `fabric receipt refresh {shard}` settles it"
 WHY_AUDIT = {
     "unwatched": "nothing watches {relation} (a view, a table of another owner, or unwatched on purpose), so no change of "
     "it is seen: " + _LOOK + ", at times of your own",
-    "unlogged": "{relation} is UNLOGGED: a crash empties it and nothing notes that, so its log is not believed: make it "
-    "LOGGED; until then " + _LOOK,
+    "unlogged": "{relation}, or a part of it, is UNLOGGED (a crash empties it) or a foreign table (written elsewhere), and nothing "
+    "notes that, so its log is not believed: make it LOGGED, and its parts local; until then "
+    + _LOOK,
     "inherited": "{relation} is a partition or child of another table, and rows that are written by the name of that one fire no "
     "trigger here: build a shard of the whole table with a filter, or " + _LOOK,
     "moving filter": "the filter reads more than the row (a clock, a setting, another table), so rows come and go while "
@@ -319,7 +320,7 @@ def await_stale(
     the view is read at intervals all the same."""
     end = time.monotonic() + within_s
     found = staleness(database, shard)
-    if within_s <= 0:
+    if not within_s > 0:  # nan neither
         return found
     with Doorbell(database) as bell:
         while True:

@@ -21,6 +21,9 @@ from fabric_pipelines.errors import SchemaError
 
 
 class VectorStore(Protocol):
+    def identity(self) -> tuple[str, str]:
+        """(cluster id, database id): which database this is, among all that there are."""
+
     def read_source(self, source: Source) -> SourceRows:
         """All rows with their state, in one repeatable-read transaction."""
 
@@ -124,6 +127,10 @@ class VectorStore(Protocol):
 @dataclass(frozen=True, slots=True)
 class PostgresStore:
     database: Database
+
+    def identity(self) -> tuple[str, str]:
+        found = self.database.identity
+        return found.cluster_id, found.database_id
 
     def read_source(self, source: Source) -> SourceRows:
         return sources.read_source(self.database, source)

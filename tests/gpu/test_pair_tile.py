@@ -1,6 +1,7 @@
 """Kernel family pair_tile against its twin: the source on the CPU, and the cubin on a real card."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def copies(rows: np.ndarray) -> np.ndarray:
 
 
 def run(
-    card: Card, rows: np.ndarray, bounds: np.ndarray, k: int, **how: int
+    card: Card, rows: np.ndarray, bounds: np.ndarray, k: int, **how: Any
 ) -> tuple[np.ndarray, ...]:
     held = upload(card, rows, bounds)
     found = tiles.pair_tile(card, held, card.upload(copies(rows)), k, **how)
@@ -154,6 +155,24 @@ def test_rows_are_centred_and_those_of_weight_0_are_0_even_as_nan(card: Card, di
     assert not out[2].any()
     norm2 = (expected.astype(np.float64) ** 2).sum(axis=1)
     np.testing.assert_allclose(card.download(found.norm2), norm2, rtol=1e-7)
+
+
+@both("dim,sizes", [(dim, [129, 257]) for dim in DIMS if dim > tiles.DIRECT_DIM] + [(130, [4097])],
+      [(37, [129]), (128, [5])])  # fmt: skip
+def test_matrix_units_find_what_multiply_adds_do(card: Card, dim: int, sizes: list[int]) -> None:
+    """A factor is two TF32 numbers: 2^-22 of a product is lost, where one TF32 number would lose 2^-11. The last dimension is
+    large: at 129 and 37 it is alone in its slab."""
+    rows, bounds = cloud(dim, sizes)
+    rows[:, -1] *= 8
+    total, total2, greatest2, near = run(card, rows, bounds, 5, side=128, split=True)
+    plain = run(card, rows, bounds, 5, side=128)
+    slack = tolerance2(rows)
+    np.testing.assert_allclose(total, plain[0], rtol=1e-6)
+    np.testing.assert_allclose(total2, plain[1], rtol=1e-6)
+    assert (np.abs(greatest2 - plain[2]) <= slack + 1e-6 * plain[2]).all()
+    distance = [tiles.pair_neighbours(keys)[1].astype(np.float64) ** 2 for keys in (near, plain[3])]
+    gap2 = np.nan_to_num(np.abs(distance[0] - distance[1]))
+    assert (gap2 <= slack[:, None]).all()
 
 
 def test_more_neighbours_than_a_warp_lists_are_refused_by_number(card: Card) -> None:

@@ -137,6 +137,21 @@ def test_a_table_that_is_written_through_its_parent_is_audited(
     assert said(docs) == ("audit", "rewritten")  # nobody knows what came through it meanwhile
 
 
+def test_a_partition_on_another_server_is_not_believed(database: Database, tmp_path: Path) -> None:
+    tree(database, tmp_path, "partition")
+    execute(
+        database,
+        "create foreign data wrapper far",
+        "create server far foreign data wrapper far",
+        "create foreign table far partition of docs for values from (1000) to (2000) server far",
+    )
+    assert said(database) == ("audit", "unlogged")
+    (found,) = staleness.staleness(database, "corpus")
+    assert "its parts local" in found.why
+    execute(database, "drop foreign table far")
+    assert said(database) == ("fresh", "complete")
+
+
 def test_triggers_that_were_off_and_are_on_again_are_not_believed(
     docs: Database, tmp_path: Path
 ) -> None:
