@@ -125,7 +125,7 @@ def planes_of(levels: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
     left = np.asarray(levels).astype(np.int64)
     if not np.array_equal(left, levels):
         raise UsageError("queries of the code scan are whole levels")
-    parts = []
+    parts: list[npt.NDArray[np.int8]] = []
     while not parts or left.any():
         part = (left + 128) % 256 - 128
         parts.append(part.astype(np.int8))
@@ -163,8 +163,10 @@ def e8_codes(
         if len(codes):
             whole[start:stop] = interleaved(codes, bits)
             terms[:, start * GROUP_ROWS : start * GROUP_ROWS + len(codes)] = columns
-    sent = (whole, *terms.reshape(2, -1, GROUP_ROWS), list_group, sizes)
-    return E8Codes(*(_send(gpu, part) for part in sent), sizes, bits, STEP_DIMS * words // bits)
+    factor, constant = (_send(gpu, term.reshape(-1, GROUP_ROWS)) for term in terms)
+    groups, there = _send(gpu, list_group), _send(gpu, sizes)
+    dims = STEP_DIMS * words // bits
+    return E8Codes(_send(gpu, whole), factor, constant, groups, there, sizes, bits, dims)
 
 
 def e8_queries(gpu: Card, codes: E8Codes, levels: npt.NDArray[Any], unit: F32) -> E8Queries:
