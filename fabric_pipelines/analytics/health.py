@@ -38,8 +38,7 @@ Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
 CHECKSUM = "checksum_mismatch"
 # What a device may take over; "open" is the upload to it.
-SWEPT = ("open", "P1", "P2", "P3", "P4", "P10", "P12")
-TILED = ("P7", "P8", "P9", "P11")  # and that in tiles, where its sweeps have them
+TILED = ("P7", "P8", "P9", "P11")  # run where the sweeps say, if those have tiles
 T = TypeVar("T")
 
 
@@ -146,11 +145,13 @@ def measure(
     budget_flop: float | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     only: Collection[str] | None = None,
+    unproven: bool = False,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
-    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P4, P10 and P12 and,
-    in float32, the tiles of P7, P8, P9 and P11 on the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on the GPU
+    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P10 and P12 and, in
+    float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -168,7 +169,7 @@ def measure(
         workspace_bytes=workspace_bytes,
     )
     with timed() as opening:
-        sweeps = _sweeps(backend, csr)
+        sweeps = _sweeps(backend, csr, unproven=unproven)
     try:
         seconds = {"open": opening["seconds"]}
         return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
@@ -183,14 +184,14 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
     return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
-def _sweeps(backend: str, csr: Csr) -> Sweeps:
+def _sweeps(backend: str, csr: Csr, *, unproven: bool) -> Sweeps:
     if backend == "cpu":
         return CpuSweeps(csr)
     if backend == "cuda":
         # here and not above: the CPU path must not need CuPy, not even to be looked for
-        from fabric_pipelines.analytics.kernels import CudaSweeps
+        from fabric_pipelines.analytics.kernels import CudaSweeps, UnprovenSweeps
 
-        return CudaSweeps(csr)
+        return UnprovenSweeps(csr) if unproven else CudaSweeps(csr)
     raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
 
 
@@ -229,7 +230,7 @@ def _measure(
         pass_bytes=drawn.workspace_bytes,
         backend={
             name: sweeps.name
-            if name in SWEPT or (name in TILED and sweeps.tiles is not None)
+            if name in sweeps.swept or (name in TILED and sweeps.tiles is not None)
             else "cpu"
             for name in seconds
         },

@@ -19,8 +19,7 @@ from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
-from fabric_pipelines.analytics.sweeps import Admitted, Linked, Nearest, Parted
-from fabric_pipelines.analytics.tiles import Tiles
+from fabric_pipelines.analytics.sweeps import Admitted, CpuSweeps, Linked, Nearest, Parted
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -455,13 +454,15 @@ def bytes_needed(csr: Csr) -> int:
     return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window + 48 * slots
 
 
-class CudaSweeps:
-    """The rows are uploaded once and stay on the card until close. `tiles` is None where they leave too little of its memory
-    for a window of centred rows: the table then says "cpu" of those passes."""
+class CudaSweeps(CpuSweeps):
+    """The three sweeps whose kernels were held to their twins on a card; the rest on the CPU. The rows are uploaded once and
+    stay on the card until close."""
 
     name = "cuda"
+    swept = frozenset({"open", "P1", "P2", "P3"})
 
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+        super().__init__(csr)
         self._gpu = Gpu(ordinal)
         try:
             what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
@@ -470,10 +471,6 @@ class CudaSweeps:
             )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
-            self._ids: DeviceArray = self._gpu.upload(csr.ids)
-            self.tiles: Tiles | None = None
-            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
-                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
         except DeviceRefused:
             self._gpu.close()
             raise
@@ -493,6 +490,28 @@ class CudaSweeps:
         return self._gpu.download(
             csr_radius(self._gpu, self._rows, weight_there, self._indptr, centroid_there)
         )
+
+    def close(self) -> None:
+        self._rows = self._indptr = self.tiles = None
+        self._gpu.close()
+
+
+class UnprovenSweeps(CudaSweeps):
+    """More of the table on the card, by kernels that no card has run yet: they were held to their twins on a CPU alone
+    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows: the
+    table then says "cpu" of those passes."""
+
+    swept = CudaSweeps.swept | {"P4", "P10", "P12"}
+
+    def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+        super().__init__(csr, ordinal)
+        try:
+            self._ids: DeviceArray = self._gpu.upload(csr.ids)
+            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
+                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
+        except DeviceRefused:
+            self._gpu.close()
+            raise
 
     def _left_out(self, kept: Bool) -> DeviceArray:
         return self._gpu.upload((~kept).astype(np.uint8))
@@ -542,5 +561,5 @@ class CudaSweeps:
         return Parted(place, apart2, above, norm2 * size / rest)
 
     def close(self) -> None:
-        self._rows = self._indptr = self._ids = self.tiles = None
-        self._gpu.close()
+        self._ids = None
+        super().close()

@@ -71,6 +71,7 @@ class Sweeps(Protocol):
     """`name` is the backend that a health table reports; `weight` 0 leaves a row out."""
 
     name: str
+    swept: frozenset[str]  # passes that run where `name` says, and "open"
     tiles: Tiles | None  # None: the CPU's own, in float64
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
@@ -117,6 +118,7 @@ def _segments(indptr: I64, rows: slice) -> tuple[slice, I64]:
 
 class CpuSweeps:
     name = "cpu"
+    swept: frozenset[str] = frozenset()
     tiles: Tiles | None = None
 
     def __init__(self, csr: Csr) -> None:
