@@ -214,8 +214,7 @@ __device__ __forceinline__ void large(const double* __restrict__ value,
       }
       single = true;
       for (int which = 0; which < ranks; ++which) single = single && search.left[which] == 1;
-      __syncthreads();
-    }
+    }  // the barrier after the bins are cleared shows the leaders to all
     if (shift > 0) {  // each of them is the one key left with its prefix
       for (int64_t row = begin + threadIdx.x; row < end; row += kBlock) {
         const uint64_t key = key_of(__ldg(value + row));
@@ -233,8 +232,7 @@ __device__ __forceinline__ void large(const double* __restrict__ value,
       const Place place = place_of(share[threadIdx.x], kept);
       quantile[cluster * shares + threadIdx.x] =
           between(search.rank[2 * threadIdx.x], search.rank[2 * threadIdx.x + 1], place.part);
-    }
-    __syncthreads();
+    }  // the next cluster writes its search only after its first barrier
   }
 }
 

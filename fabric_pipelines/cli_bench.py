@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fabric_pipelines.console import emit
+from fabric_pipelines.console import emit, finite
 from fabric_pipelines.errors import CheckFailed
 from fabric_pipelines.interrupts import CTRL_C
 
@@ -102,7 +102,13 @@ def bench_landing(
     rows: Annotated[int, typer.Option(min=5_000, help="Rows a round.")] = 40_000,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 3,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of each kind of bulk, in a run of the governor's part.")
+        float,
+        typer.Option(
+            min=1,
+            max=3600,
+            callback=finite,
+            help="Of each kind of bulk, in a run of the governor's part.",
+        ),
     ] = 16.0,
     runs: Annotated[int, typer.Option(min=1, help="Runs of the governor's part.")] = 5,
     part: Annotated[

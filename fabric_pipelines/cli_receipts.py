@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from fabric_pipelines.console import GENERATION_MAX, emit, require, settings_of
+from fabric_pipelines.console import (
+    GENERATION_MAX,
+    WAIT_S_MAX,
+    emit,
+    finite,
+    require,
+    settings_of,
+)
 from fabric_pipelines.errors import UsageError
 from fabric_pipelines.screen import plain
 
@@ -178,7 +185,12 @@ def receipt_stale(
     shard: Annotated[str | None, typer.Option(help="Only this shard.")] = None,
     wait: Annotated[
         float,
-        typer.Option(help="Seconds to wait for a shard to become stale; rung by the database."),
+        typer.Option(
+            min=0,
+            max=WAIT_S_MAX,
+            callback=finite,
+            help="Seconds to wait for a shard to become stale; rung by the database.",
+        ),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
@@ -283,6 +295,12 @@ def receipt_push(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read back every object that is there already.")
     ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Replace the copy of another database, or one that counts as newer."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy the current generation of a shard to an object store, or heal its copy: what is missing there or differs is sent."""
@@ -292,10 +310,16 @@ def receipt_push(
 
     settings = settings_of(ctx)
     done = remote.push(
-        Database.of(settings), settings.shards_dir, shard, Objects(to), verify=verify
+        Database.of(settings),
+        settings.shards_dir,
+        shard,
+        Objects(to),
+        verify=verify,
+        take_over=take_over,
     )
     answer = {"shard": shard, "generation": done.pointer.generation, "token": done.pointer.token}
-    emit(answer | {"files_sent": done.files, "bytes_sent": done.bytes}, as_json)
+    answer |= {"files_sent": done.files, "bytes_sent": done.bytes}
+    emit(answer | ({"adopted": done.adopted} if done.adopted else {}), as_json)
 
 
 @app.command("fetch")

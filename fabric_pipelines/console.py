@@ -7,6 +7,7 @@ stand in it: alone, or under `error` beside what the command found out.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from fabric_pipelines.settings import Settings
 
 GENERATION_MAX = 2**63 - 1  # a bigint of the database
+WAIT_S_MAX = 366 * 24 * 3600
+
+
+def finite(value: float | None) -> float | None:
+    """Of an option with bounds, which let what is no number pass: it is neither below nor above them."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
 
 
 def settings_of(ctx: typer.Context) -> Settings:

@@ -6,6 +6,7 @@ break it in mid-batch. Nothing here knows an engine beyond the door.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from fabric_pipelines.errors import EngineFailed
 from fabric_pipelines.worker.engines.door import Engine
+from fabric_pipelines.worker.results import Results
+from fabric_pipelines.worker.supply import Supply
 from tests.tiny_models import drain, lease_of, polled_until_it_fails
 
 WITHIN_S = 120.0
@@ -48,6 +51,26 @@ class Subject:
 
 class Conformance:
     """Subclasses give the fixture `subject`."""
+
+    def test_what_it_hands_back_is_what_the_worker_takes_for_what_it_gave(
+        self, subject: Subject
+    ) -> None:
+        """worker.results compares: nothing of a sound engine may be called wrong, refusals among it."""
+        supply = Supply()
+        results = Results(subject.engine, supply)
+        prompts = [*subject.prompts, [subject.bad_token] * 3, subject.oversized]
+        lease = subject.lease(prompts, first_id=1000)
+        supply.take(lease)
+        subject.engine.submit(lease)
+        supply.fed()
+        statuses: list[str] = []
+        until_s = time.monotonic() + WITHIN_S
+        while len(supply) and time.monotonic() < until_s:
+            for batch in subject.engine.poll(1.0):
+                statuses += results.taken(batch).column("status").to_pylist()
+        assert sorted(statuses) == ["ok"] * len(subject.prompts) + ["refused"] * 2
+        assert results.wrong == 0
+        assert not len(supply)
 
     def test_every_task_comes_back_once_under_its_own_id(self, subject: Subject) -> None:
         many = subject.prompts * 3

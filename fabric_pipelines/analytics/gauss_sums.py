@@ -10,10 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum, unknown
+from fabric_pipelines.analytics.csr import (
+    F64,
+    I64,
+    Bool,
+    Csr,
+    segment_max,
+    segment_sum,
+    unknown,
+)
 from fabric_pipelines.analytics.neighbours import NEIGHBOURS, Neighbours
 from fabric_pipelines.analytics.pair_tiles import tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.tiles import Tiles
 
 TIE = 1e-10  # log densities closer than this are equal: the lower id is the mode
 
@@ -30,7 +39,13 @@ class Gauss:
 
 
 def gauss(
-    csr: Csr, members: Members, found: Neighbours, radius2: F64, copy_of: I64, temperature: F64
+    csr: Csr,
+    members: Members,
+    found: Neighbours,
+    radius2: F64,
+    copy_of: I64,
+    temperature: F64,
+    tiles: Tiles | None = None,
 ) -> Gauss:
     """temperature f64 [K]; clusters where it is not above 0 are left out."""
     out = Gauss(
@@ -47,8 +62,11 @@ def gauss(
             least = found.distance[stack.places, 0] ** 2
             _sum(stack, radius2, copy_of, least, np.where(heat > 0, heat, np.nan), out, density)
 
-    members.sweep(2, lambda count: tile_values(count, csr.dim), measure)
-    peaks = _densest(csr, found, density)
+    if tiles is None:
+        members.sweep(2, lambda count: tile_values(count, csr.dim), measure)
+    else:
+        _by_tiles(members, radius2, copy_of, temperature, tiles, out, density)
+    peaks = _densest(csr, found, density, TIE if tiles is None else tiles.rounding)
     out.modes[:] = segment_sum(peaks.astype(np.int64), csr.indptr)
     return out
 
@@ -85,7 +103,28 @@ def _sum(
     out.heat_capacity[stack.clusters] = np.maximum(square - energy**2, 0.0) / heat**2
 
 
-def _densest(csr: Csr, found: Neighbours, density: F64) -> Bool:
+def _by_tiles(
+    members: Members, radius2: F64, copy_of: I64, temperature: F64, tiles: Tiles, out: Gauss,
+    density: F64,
+) -> None:  # fmt: skip
+    log_row, mean2, mean4 = np.full((3, len(members.places)), np.nan)
+    for part, found in tiles.weighed(members, radius2, copy_of, temperature):
+        log_row[part], mean2[part], mean4[part] = found
+    density[members.places] = log_row
+    bounds, size = np.append(members.first, len(members.places)), members.size
+    top = segment_max(log_row, bounds)
+    share = np.exp(log_row - np.repeat(top, size))
+    known = (size > 1) & (temperature > 0)
+    total = np.where(known, segment_sum(share, bounds), np.nan)
+    energy = 0.5 * segment_sum(share * mean2, bounds) / total
+    square = 0.25 * segment_sum(share * mean4, bounds) / total
+    out.energy[:] = energy
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out.log_partition[:] = np.log(total / (size * (size - 1.0))) + np.where(known, top, np.nan)
+        out.heat_capacity[:] = np.maximum(square - energy**2, 0.0) / temperature**2
+
+
+def _densest(csr: Csr, found: Neighbours, density: F64, tie: float) -> Bool:
     """Rows denser than all their neighbours; equals go to the lower id."""
     peak = np.isfinite(density)
     for rank in range(min(NEIGHBOURS, found.row.shape[1])):
@@ -93,5 +132,5 @@ def _densest(csr: Csr, found: Neighbours, density: F64) -> Bool:
         other = np.where(there >= 0, density[there], -np.inf)
         lower = csr.ids < csr.ids[there]
         ahead = density - other
-        peak &= (ahead > TIE) | ((np.abs(ahead) <= TIE) & lower) | (there < 0)
+        peak &= (ahead > tie) | ((np.abs(ahead) <= tie) & lower) | (there < 0)
     return peak

@@ -37,7 +37,8 @@ __all__ = ["METRICS", "HealthTable", "Reference", "Status", "measure"]
 Metric = Literal["cosine", "l2"]
 MIN_NORM = 1e-12  # below it a row has no direction
 CHECKSUM = "checksum_mismatch"
-SWEPT = ("open", "P1", "P2", "P3")  # what a device may take over; "open" is the upload to it
+# What a device may take over; "open" is the upload to it.
+TILED = ("P7", "P8", "P9", "P11")  # run where the sweeps say, if those have tiles
 T = TypeVar("T")
 
 
@@ -144,11 +145,13 @@ def measure(
     budget_flop: float | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     only: Collection[str] | None = None,
+    unproven: bool = False,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
-    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on
-    the GPU and the rest here; table.backend says which. A pass that costs more than `budget_flop`, or holds more
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on the GPU
+    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P10 and P12 and, in
+    float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -166,7 +169,7 @@ def measure(
         workspace_bytes=workspace_bytes,
     )
     with timed() as opening:
-        sweeps = _sweeps(backend, csr)
+        sweeps = _sweeps(backend, csr, unproven=unproven)
     try:
         seconds = {"open": opening["seconds"]}
         return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
@@ -181,14 +184,14 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
     return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
-def _sweeps(backend: str, csr: Csr) -> Sweeps:
+def _sweeps(backend: str, csr: Csr, *, unproven: bool) -> Sweeps:
     if backend == "cpu":
         return CpuSweeps(csr)
     if backend == "cuda":
         # here and not above: the CPU path must not need CuPy, not even to be looked for
-        from fabric_pipelines.analytics.kernels import CudaSweeps
+        from fabric_pipelines.analytics.kernels import CudaSweeps, UnprovenSweeps
 
-        return CudaSweeps(csr)
+        return UnprovenSweeps(csr) if unproven else CudaSweeps(csr)
     raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
 
 
@@ -225,7 +228,12 @@ def _measure(
         pass_seconds=seconds,
         pass_flop=drawn.flop,
         pass_bytes=drawn.workspace_bytes,
-        backend={name: sweeps.name if name in SWEPT else "cpu" for name in seconds},
+        backend={
+            name: sweeps.name
+            if name in sweeps.swept or (name in TILED and sweeps.tiles is not None)
+            else "cpu"
+            for name in seconds
+        },
         breaches=np.flatnonzero(broken).astype(np.int64),
         disagreements=disagreements,
     )
@@ -255,27 +263,29 @@ def _run(
     found = run("P1", lambda: passes.admit(csr, sweeps, min_norm=min_norm, hashed=hashed))
     means = run("P2", lambda: passes.centroid(csr, sweeps, found, cosine=cosine))
     radii = run("P3", lambda: passes.radius(csr, sweeps, found, means))
-    order = may("P4", lambda: passes.order(csr, found, radii))
+    order = may("P4", lambda: passes.order(csr, sweeps, found, radii))
     size, radius2 = found.size, radii.radius2
     members = Members.of(csr, found.good, size, means.weight, means.mean)
     rms = np.sqrt(radii.within / np.maximum(size, 1))
     centre = may("P5", lambda: robust(csr, members, radius2, rms))
     shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
-    pairs = may("P7", lambda: passes.pairs(means, radii, size))
+    pairs = may("P7", lambda: passes.pairs(means, radii, size, sweeps.tiles))
     several = int((size > 0).sum()) > 1
-    points = may("P8", lambda: passes.points(csr, found, means, radii)) if several else None
+    points = None
+    if several:
+        points = may("P8", lambda: passes.points(csr, found, means, radii, sweeps.tiles))
     near = edges = sums = None
     if order is not None:
         copies = order.copy_of
-        near = may("P9", lambda: neighbours(csr, members, radius2, copies))
+        near = may("P9", lambda: neighbours(csr, members, radius2, copies, sweeps.tiles))
     if near is not None and order is not None:
         lists, heat = near, near.bandwidth**2
-        edges = may("P10", lambda: graph(csr, found.good, size, lists))
-        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat))
+        edges = may("P10", lambda: graph(csr, sweeps, found.good, size, lists))
+        sums = may("P11", lambda: gauss(csr, members, lists, radius2, copies, heat, sweeps.tiles))
     split = None
     if shape is not None:
         upper = shape.upper
-        split = may("P12", lambda: halves(csr, members, upper))
+        split = may("P12", lambda: halves(csr, sweeps, members, upper))
     return Facts(
         cosine=cosine,
         reference=reference,

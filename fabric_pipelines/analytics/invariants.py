@@ -38,9 +38,15 @@ def _checks(facts: Facts) -> Iterator[tuple[str, Bool]]:
         yield "P6 and its eigenvalues", spread & _differ(facts.spectrum.trace, facts.spectrum.total)
     if facts.pairs is not None and not facts.cosine:
         yield "P1 and P3, P7", _store_differs(facts, facts.pairs.between)
+    if facts.points is not None:
+        # a device measures the own centroid among all others
+        yield "P3 and P8", ~(facts.points.own_error <= 1)
     if facts.neighbours is not None:
         # sum over others of |x_i - x_j|^2 = n r_i^2 + W, for every row
-        yield "P3 and P9", spread & ~(facts.neighbours.imbalance <= AGREEMENT)
+        yield (
+            "P3 and P9",
+            spread & ~(facts.neighbours.imbalance <= max(AGREEMENT, facts.neighbours.rounding)),
+        )
     if facts.halves is not None:
         halved = facts.halves.within + facts.halves.between
         yield "P3 and P12", spread & (facts.admission.size > 2) & _differ(within, halved)

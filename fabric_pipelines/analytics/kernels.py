@@ -1,4 +1,4 @@
-"""Launches of the kernel families of cuda/, and the three sweeps of analytics.sweeps on a card.
+"""Launches of the kernel families of cuda/, and the sweeps of analytics.sweeps on a card.
 
 A launch takes arrays on the device and queues; it decides lanes a row, vector width and grid, nothing else.
 The bits of a result do not depend on the grid, which `blocks` sets by hand only to prove that.
@@ -6,14 +6,20 @@ The bits of a result do not depend on the grid, which `blocks` sets by hand only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fabric_pipelines.analytics.csr import F64, Csr
+from fabric_pipelines.analytics import card_tiles
+from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
+from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
+from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
-from fabric_pipelines.analytics.sweeps import Admitted
+from fabric_pipelines.analytics.sweeps import Admitted, CpuSweeps, Linked, Nearest, Parted
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -21,6 +27,7 @@ from fabric_pipelines.errors import DeviceRefused
 RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
 SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
 REDUCE_ROWS = 1024  # rows of one partial: kRun of csr_reduce.cu
+MOVE_ROWS = 128  # rows of one partial: kRun of two_means.cu
 SHARES_MAX = 4  # kShares of csr_select.cu
 WINDOW_BYTES = 1 << 30  # partial sums held at once
 WARP = 32
@@ -225,8 +232,8 @@ def csr_quantiles(
 def csr_copies(
     gpu: Card, row_hash: DeviceArray, indptr: DeviceArray, *, blocks: int | None = None
 ) -> tuple[DeviceArray, DeviceArray]:
-    """row_hash u64 [N, 2], indptr i64 [K+1] -> i64 [N]: the lowest row of the same cluster with the same hash; u64 [K]:
-    distinct rows. Twin: reference.csr_select.csr_copies. Holds 16 to 32 bytes a row for a table meanwhile."""
+    """row_hash u64 [N, 2], indptr i64 [K+1] -> i64 [N]: the lowest row of the same cluster with the same hash; u64 [K, 2]:
+    first the distinct rows. Twin: reference.csr_select.csr_copies. Holds 16 to 32 bytes a row for a table meanwhile."""
     count, clusters = len(row_hash), len(indptr) - 1
     copy_of, fresh = gpu.empty(count, np.int64), gpu.empty(count, np.uint64)
     if count:
@@ -237,7 +244,134 @@ def csr_copies(
         where = (row_hash, indptr, count, clusters, table, slots - 1)
         gpu.launch("csr_select", "csr_select_insert", grid, where)
         gpu.launch("csr_select", "csr_select_find", grid, (*where, copy_of, fresh))
-    return copy_of, csr_words(gpu, fresh, indptr, blocks=blocks)[:, 0]
+    return copy_of, csr_words(gpu, fresh, indptr, blocks=blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphed:
+    """degree i32 [N], factor f64 [N], label i64 [N]: lowest row of the component; largest u64 [K]: members."""
+
+    degree: DeviceArray
+    factor: DeviceArray
+    label: DeviceArray
+    largest: DeviceArray
+
+
+def knn_graph(
+    gpu: Card,
+    row: DeviceArray,
+    distance: DeviceArray,
+    flag: DeviceArray,
+    indptr: DeviceArray,
+    near: int,
+    *,
+    blocks: int | None = None,
+) -> Graphed:
+    """row i32 or i64 [N, k], -1 past the end; distance f64 [N, k]; flag u8 [N], 0 for a member; degrees and components of
+    the first `near`. Twin: reference.knn_graph.of_lists."""
+    (count, width), clusters = row.shape, len(indptr) - 1
+    bits = 8 * row.dtype.itemsize
+    out = Graphed(
+        degree=gpu.empty(count, np.int32),
+        factor=gpu.empty(count, np.float64),
+        label=gpu.empty(count, np.int64),
+        largest=gpu.empty(clusters, np.uint64),
+    )
+    gpu.fill(out.largest, 0)
+    if count == 0:
+        return out
+    known, members = gpu.empty(count, np.int32), gpu.empty(count, np.int32)
+    reach, density = gpu.empty(count, np.float64), gpu.empty(count, np.float64)
+    parent = gpu.empty(count, np.uint64)
+    for counted in (out.degree, members):
+        gpu.fill(counted, 0)
+    lists, size = blocks or gpu.blocks_for(-(-count // 4)), (count, width)
+
+    def queue(name: str, *arguments: DeviceArray | int, grid: int = lists) -> None:
+        gpu.launch("knn_graph", f"knn_graph_{name}", grid, arguments)
+
+    queue(f"degree_{bits}", row, distance, *size, near, out.degree, known, reach, parent)
+    queue(f"density_{bits}", row, distance, known, reach, *size, density)
+    queue(f"factor_{bits}", row, known, density, *size, out.factor)
+    queue(f"hook_{bits}", row, known, *size, near, parent)
+    threads = blocks or gpu.blocks_for(-(-count // WARP))
+    queue("label", parent, flag, count, out.label, members, grid=threads)
+    runs = blocks or gpu.blocks_for(-(-count // REDUCE_ROWS))
+    queue("largest", members, indptr, count, clusters, out.largest, grid=runs)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Halved:
+    """side u8 [N]; place f64 [N]: coordinate along the line through both means; apart2 f64 [N]: squared distance to the
+    mean of its side; above i64 [K]: rows of the upper side; norm2 f64 [K]: squared length of the sum of its rows."""
+
+    side: DeviceArray
+    place: DeviceArray
+    apart2: DeviceArray
+    above: DeviceArray
+    norm2: DeviceArray
+
+
+def two_means(
+    gpu: Card,
+    rows: DeviceArray,
+    weight: DeviceArray,
+    indptr: DeviceArray,
+    mean: DeviceArray,
+    size: DeviceArray,
+    start: DeviceArray,
+    *,
+    blocks: int | None = None,
+    window_bytes: int = WINDOW_BYTES,
+    rounds: int = ROUNDS_MAX,
+) -> Halved:
+    """rows f32 [N, d], weight f64 [N], indptr i64 [K+1], mean f64 [K, d] of weight x row, size i64 [K] rows of weight
+    above 0, start u8 [N]. Twin: reference.two_means.from_sides. The host waits for nothing between rounds."""
+    (count, dim), clusters = rows.shape, len(indptr) - 1
+    out = Halved(
+        side=gpu.empty(count, np.uint8),
+        place=gpu.empty(count, np.float64),
+        apart2=gpu.empty(count, np.float64),
+        above=gpu.empty(clusters, np.int64),
+        norm2=gpu.empty(clusters, np.float64),
+    )
+    for zeros in (out.above, out.norm2):
+        gpu.fill(zeros, 0)
+    if count == 0:
+        return out
+    upper, active = gpu.empty((clusters, dim), np.float64), gpu.empty(clusters, np.uint8)
+    gpu.fill(upper, 0)
+    gpu.fill(active, 1)
+    runs = -(-count // MOVE_ROWS)
+    slots = runs + clusters
+    moves = gpu.empty(slots, np.uint64)
+    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    partial = gpu.empty(slots * width, np.float64)
+    kind, shape = _variant(gpu, rows), (count, dim, clusters)
+
+    def queue(name: str, warps: int, *arguments: DeviceArray | int) -> None:
+        gpu.launch("two_means", f"two_means_{name}", blocks or gpu.blocks_for(warps), arguments)
+
+    def settle() -> None:
+        queue("settle", clusters, moves, indptr, size, clusters, out.above, active)
+        for low in range(0, dim, width):
+            part = (low, min(width, dim - low))
+            queue(f"move_{kind}", runs * -(-part[1] // SLAB), rows, weight, indptr, mean, out.side,
+                  moves, active, *shape, *part, partial)  # fmt: skip
+            queue("fold", -(-clusters * part[1] // WARP), partial, moves, indptr, active, dim,
+                  clusters, *part, upper)  # fmt: skip
+        queue("norm", clusters, upper, active, dim, clusters, out.norm2)
+
+    queue("count", runs, start, weight, indptr, count, clusters, out.side, moves)
+    settle()
+    swept = (rows, weight, indptr, mean, upper, out.norm2, out.above, size, active, *shape)
+    lanes = f"{kind}_{lanes_for(dim)}"
+    for _ in range(rounds):
+        queue(f"assign_{lanes}", runs, *swept, out.side, moves)
+        settle()
+    queue(f"finish_{lanes}", runs, *swept, out.side, out.place, out.apart2)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,20 +445,24 @@ def flat_words(
 
 
 def bytes_needed(csr: Csr) -> int:
-    """Most device memory that the three sweeps hold at once, 128 dimensions of partial sums included."""
+    """Most device memory that the sweeps hold at once, 128 dimensions of partial sums included. Beside the rows and their
+    ids the neighbour graph takes most a row: lists of 20 in float64 and int64, and six numbers."""
     count, clusters = len(csr.rows), csr.clusters
-    per_row = 4 * csr.dim + 8 + 1 + 16 + 8 + 8
-    slots = -(-count // RUN_ROWS) + clusters
+    per_row = 4 * csr.dim + 8 + max(8 + 1 + 16 + 8 + 8, LOF_NEIGHBOURS * 16 + 49)
+    slots = -(-count // MOVE_ROWS) + clusters
     window = min(max(WINDOW_BYTES, 8 * slots * SLAB), 8 * slots * csr.dim)
-    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window
+    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window + 48 * slots
 
 
-class CudaSweeps:
-    """The rows are uploaded once and stay on the card until close."""
+class CudaSweeps(CpuSweeps):
+    """The three sweeps whose kernels were held to their twins on a card; the rest on the CPU. The rows are uploaded once and
+    stay on the card until close."""
 
     name = "cuda"
+    swept = frozenset({"open", "P1", "P2", "P3"})
 
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+        super().__init__(csr)
         self._gpu = Gpu(ordinal)
         try:
             what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
@@ -354,5 +492,74 @@ class CudaSweeps:
         )
 
     def close(self) -> None:
-        self._rows = self._indptr = None
+        self._rows = self._indptr = self.tiles = None
         self._gpu.close()
+
+
+class UnprovenSweeps(CudaSweeps):
+    """More of the table on the card, by kernels that no card has run yet: they were held to their twins on a CPU alone
+    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows: the
+    table then says "cpu" of those passes."""
+
+    swept = CudaSweeps.swept | {"P4", "P10", "P12"}
+
+    def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+        super().__init__(csr, ordinal)
+        try:
+            self._ids: DeviceArray = self._gpu.upload(csr.ids)
+            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
+                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
+        except DeviceRefused:
+            self._gpu.close()
+            raise
+
+    def _left_out(self, kept: Bool) -> DeviceArray:
+        return self._gpu.upload((~kept).astype(np.uint8))
+
+    def _reduced(self, value: F64, flag: DeviceArray) -> tuple[F64, I64]:
+        there = (self._gpu.upload(value), flag, self._ids, self._indptr)
+        real, whole = csr_reduce(self._gpu, *there)
+        return self._gpu.download(real), self._gpu.download(whole)
+
+    def totals(self, value: F64) -> F64:
+        flag = self._gpu.empty(len(value), np.uint8)
+        self._gpu.fill(flag, 0)
+        return self._reduced(value, flag)[0][:, 0]
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        real, whole = self._reduced(value, self._left_out(kept))
+        return Nearest(real[:, 0], real[:, 2], whole[:, 1])
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        found = self._gpu.download(csr_words(self._gpu, self._gpu.upload(mark), self._indptr))
+        return found[:, 0], found[:, 1]
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        there = (self._gpu.upload(value), self._left_out(kept), self._indptr)
+        asked = self._gpu.upload(np.array(shares))
+        return list(self._gpu.download(csr_quantiles(self._gpu, *there, asked)).T)
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        copy_of, _ = csr_copies(self._gpu, self._gpu.upload(row_hash), self._indptr)
+        return self._gpu.download(copy_of)
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        """None where no row has a neighbour."""
+        if row.size == 0:
+            return None
+        lists = (self._gpu.upload(row), self._gpu.upload(distance), self._left_out(good))
+        found = knn_graph(self._gpu, *lists, self._indptr, near)
+        degree, factor = self._gpu.download(found.degree), self._gpu.download(found.factor)
+        return Linked(degree, factor, self._gpu.download(found.largest).astype(np.int64))
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        given = (self._gpu.upload(part) for part in (mean, size, upper.astype(np.uint8)))
+        found = two_means(self._gpu, self._rows, self._gpu.upload(weight), self._indptr, *given)
+        above, norm2 = self._gpu.download(found.above), self._gpu.download(found.norm2)
+        rest = np.maximum(above * (size - above), 1)  # nobody on one side: norm2 is 0
+        place, apart2 = self._gpu.download(found.place), self._gpu.download(found.apart2)
+        return Parted(place, apart2, above, norm2 * size / rest)
+
+    def close(self) -> None:
+        self._ids = None
+        super().close()

@@ -12,6 +12,7 @@ import numpy as np
 
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.neighbours import NEIGHBOURS, Neighbours, Rows
+from fabric_pipelines.analytics.sweeps import Linked, Sweeps
 
 LOF_OUTLIER = 1.5
 LOF_FLOOR = 1e-10  # added to a mean reachability, as scikit-learn does: copies have none
@@ -28,12 +29,20 @@ class Graph:
     largest: I64
 
 
-def graph(csr: Csr, good: Bool, size: I64, found: Neighbours) -> Graph:
-    factor = _local_outlier_factor(found, good)
+def graph(csr: Csr, sweeps: Sweeps, good: Bool, size: I64, found: Neighbours) -> Graph:
+    linked = sweeps.linked(found.row, found.distance, good, NEIGHBOURS)
+    if linked is None:
+        row = found.row[:, :NEIGHBOURS]
+        linked = Linked(
+            degree=np.bincount(row[row >= 0], minlength=len(csr.rows)),
+            factor=_local_outlier_factor(found, good),
+            largest=_largest_component(csr, good, row),
+        )
+    outlying = good & (linked.factor > LOF_OUTLIER)
     return Graph(
-        skewness=_skewness(csr, good, size, found.row[:, :NEIGHBOURS]),
-        outliers=segment_sum((good & (factor > LOF_OUTLIER)).astype(np.int64), csr.indptr),
-        largest=_largest_component(csr, good, found.row[:, :NEIGHBOURS]),
+        skewness=_skewness(csr, good, size, linked.degree.astype(np.float64)),
+        outliers=segment_sum(outlying.astype(np.int64), csr.indptr),
+        largest=linked.largest,
     )
 
 
@@ -41,9 +50,8 @@ def flop(size: F64) -> float:
     return float(200 * size.sum())
 
 
-def _skewness(csr: Csr, good: Bool, size: I64, row: Rows) -> F64:
+def _skewness(csr: Csr, good: Bool, size: I64, degree: F64) -> F64:
     """Third standardised moment over each cluster of how often a row is among the neighbours of others."""
-    degree = np.bincount(row[row >= 0], minlength=len(csr.rows)).astype(np.float64)
     count = np.maximum(size, 1)
     apart = degree - np.repeat(segment_sum(degree, csr.indptr) / count, csr.sizes)
     apart[~good] = 0.0

@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.csr import F64, I64, Csr, segment_quantiles, segment_sum, unknown
+from fabric_pipelines.analytics.csr import (
+    F64,
+    I64,
+    Csr,
+    segment_max,
+    segment_quantiles,
+    segment_sum,
+    unknown,
+)
 from fabric_pipelines.analytics.pair_tiles import COLUMNS_MAX, tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.tiles import Tiles
 
 NEIGHBOURS = 10  # k of the k-NN graph, of hubness and of the kernel temperature
 LOF_NEIGHBOURS = 20
@@ -43,9 +52,12 @@ class Neighbours:
     bandwidth: F64
     row: Rows
     distance: F64
+    rounding: float  # relative, of the squared distances; 0: float64
 
 
-def neighbours(csr: Csr, members: Members, radius2: F64, copy_of: I64) -> Neighbours:
+def neighbours(
+    csr: Csr, members: Members, radius2: F64, copy_of: I64, tiles: Tiles | None = None
+) -> Neighbours:
     """radius2 f64 [N] as P3 left it; copy_of int64 [N] as P4 left it."""
     width = int(min(LOF_NEIGHBOURS, max(0, members.size.max(initial=0) - 1)))
     kind = np.int32 if len(csr.rows) <= np.iinfo(np.int32).max else np.int64
@@ -59,12 +71,16 @@ def neighbours(csr: Csr, members: Members, radius2: F64, copy_of: I64) -> Neighb
         bandwidth=unknown(csr.clusters),
         row=np.full((len(csr.rows), width), -1, dtype=kind),
         distance=np.full((len(csr.rows), width), np.nan),
+        rounding=0.0 if tiles is None else tiles.rounding,
     )
-    members.sweep(
-        2,
-        lambda count: tile_values(count, csr.dim),
-        lambda stack: _search(stack, radius2, copy_of, out),
-    )
+    if tiles is None:
+        members.sweep(
+            2,
+            lambda count: tile_values(count, csr.dim),
+            lambda stack: _search(stack, radius2, copy_of, out),
+        )
+    elif width:
+        _by_tiles(csr, members, radius2, copy_of, tiles, out)
     if width:
         _summarise(csr, members.size, out)
     return out
@@ -72,6 +88,29 @@ def neighbours(csr: Csr, members: Members, radius2: F64, copy_of: I64) -> Neighb
 
 def flop(size: F64, dim: int) -> float:
     return float(((2 * dim + 10) * size**2).sum())
+
+
+def _by_tiles(
+    csr: Csr, members: Members, radius2: F64, copy_of: I64, tiles: Tiles, out: Neighbours
+) -> None:
+    owner, several = csr.owner(), members.size > 1
+    total, total2, greatest2 = np.zeros((3, len(members.places)))
+    for part, found in tiles.pairs(members, radius2, copy_of, out.row.shape[1]):
+        at = members.places[part]
+        total[part], total2[part], greatest2[part] = found.total, found.total2, found.greatest2
+        listed = found.place >= 0
+        there = members.first[owner[at]][:, None] + np.where(listed, found.place, 0)
+        out.row[at] = np.where(listed, members.places[there], -1)
+        out.distance[at] = found.distance
+    bounds = np.append(members.first, len(members.places))
+    within2 = radius2[members.places]
+    sizes = np.repeat(members.size, members.size)
+    known = sizes * within2 + np.repeat(segment_sum(within2, bounds), members.size)
+    error = np.abs(total2 - known)
+    relative = np.divide(error, known, out=np.zeros_like(error), where=known > 0)
+    out.distance_sum[several] = segment_sum(total, bounds)[several]
+    out.imbalance[several] = segment_max(relative, bounds)[several]
+    out.diameter[several] = np.sqrt(segment_max(greatest2, bounds)[several])
 
 
 def _search(stack: Stack, radius2: F64, copy_of: I64, out: Neighbours) -> None:

@@ -19,15 +19,14 @@ from fabric_pipelines.analytics.csr import (
     U64,
     Bool,
     Csr,
-    segment_argmin,
-    segment_min,
+    segment_max,
     segment_quantiles,
     segment_sum,
-    segment_xor,
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps
 from fabric_pipelines.analytics.threads import run_side_by_side
+from fabric_pipelines.analytics.tiles import Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
 COINCIDENT = 1e-12
@@ -102,13 +101,15 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """P8. Per cluster sums over rows: silhouette, negative silhouettes, narrow and negative margins; q10."""
+    """P8. Per cluster sums over rows: silhouette, negative silhouettes, narrow and negative margins; q10; own_error: greatest
+    difference of a row's distance to its centroid from P3's, in units of what rounding explains (0: it is P3's)."""
 
     silhouette_sum: F64
     negative: I64
     narrow: I64
     misassigned: I64
     margin_p10: F64
+    own_error: F64
 
 
 def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> Admission:
@@ -118,7 +119,7 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
     norm = np.sqrt(np.where(good, norm2, 0.0))
     with np.errstate(over="ignore"):
         mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
-        digest_sum = segment_sum(mark, csr.indptr)
+    digest_sum, digest_xor = sweeps.digests(mark)
 
     def count(marked: npt.NDArray[np.bool_]) -> I64:
         return segment_sum(marked.astype(np.int64), csr.indptr)
@@ -133,10 +134,10 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
         nan=count((flag & NAN) != 0),
         inf=count((flag & INF) != 0),
         zero=count((flag & ZERO) != 0),
-        norm_sum=segment_sum(norm, csr.indptr),
-        norm2_sum=segment_sum(norm * norm, csr.indptr),
+        norm_sum=sweeps.totals(norm),
+        norm2_sum=sweeps.totals(norm * norm),
         digest_sum=digest_sum,
-        digest_xor=segment_xor(mark, csr.indptr),
+        digest_xor=digest_xor,
     )
 
 
@@ -159,23 +160,22 @@ def centroid(csr: Csr, sweeps: Sweeps, admitted: Admission, *, cosine: bool) -> 
 
 def radius(csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids) -> Radii:
     radius2 = sweeps.radius2(centroids.weight, centroids.mean)
-    length = np.sqrt(radius2)
-    left_out_far = np.where(admitted.good, length, np.inf)
+    nearest = sweeps.nearest(np.sqrt(radius2), admitted.good)
     return Radii(
         radius2=radius2,
-        within=segment_sum(radius2, csr.indptr),
-        mean_radius=_per_row(segment_sum(length, csr.indptr), admitted.size),
-        least_radius=segment_min(left_out_far, csr.indptr),
-        medoid=segment_argmin(left_out_far, csr.ids, csr.indptr),
+        within=sweeps.totals(radius2),
+        mean_radius=_per_row(nearest.total, admitted.size),
+        least_radius=nearest.least,
+        medoid=nearest.least_id,
     )
 
 
-def order(csr: Csr, admitted: Admission, radii: Radii) -> Order:
+def order(csr: Csr, sweeps: Sweeps, admitted: Admission, radii: Radii) -> Order:
     owner, length = csr.owner(), np.sqrt(radii.radius2)
-    median, p95, p99 = segment_quantiles(
-        length, admitted.good, owner, csr.clusters, (0.5, 0.95, 0.99)
-    )
-    copy_of = _copies(csr, admitted.hash, owner)
+    median, p95, p99 = sweeps.quantiles(length, admitted.good, (0.5, 0.95, 0.99))
+    first = sweeps.equal_hashes(admitted.hash)
+    hashes = admitted.hash
+    copy_of = _copies(csr, hashes, owner) if first is None else _compared(csr, first, owner)
     by_copy = np.lexsort((copy_of, owner))
     fresh = np.ones(len(owner), dtype=np.bool_)
     fresh[1:] = (np.diff(owner[by_copy]) != 0) | (np.diff(copy_of[by_copy]) != 0)
@@ -202,14 +202,31 @@ def _copies(csr: Csr, row_hash: U64, owner: I64) -> I64:
     first = np.ones(len(owner), dtype=np.bool_)
     first[hit[equal] + 1] = False
     copy_of[ranked] = np.cumsum(first)
-    for cluster in np.unique(owner[ranked[hit[~equal]]]):
+    return _by_bytes(csr, copy_of, np.unique(owner[ranked[hit[~equal]]]))
+
+
+def _compared(csr: Csr, first: I64, owner: I64) -> I64:
+    """The same from the lowest row with the same hash [N]: its bytes are compared with the row's."""
+    hit = np.flatnonzero(first != np.arange(len(first)))
+    words = csr.rows.view(np.uint32)
+    equal = np.empty(len(hit), dtype=np.bool_)
+    for part in csr.blocks():
+        at = hit[part]
+        equal[part] = (words[at] == words[first[at]]).all(axis=1)
+    return _by_bytes(csr, first, np.unique(owner[hit[~equal]]))
+
+
+def _by_bytes(csr: Csr, copy_of: I64, clusters: I64) -> I64:
+    words = csr.rows.view(np.uint32)
+    for cluster in clusters:
         own = slice(csr.indptr[cluster], csr.indptr[cluster + 1])
         copy_of[own] = np.unique(words[own], axis=0, return_inverse=True)[1].reshape(-1)
     return copy_of
 
 
-def pairs(centroids: Centroids, radii: Radii, size: I64) -> Pairs:
-    """K x K in tiles over the filled clusters."""
+def pairs(centroids: Centroids, radii: Radii, size: I64, tiles: Tiles | None = None) -> Pairs:
+    """K x K in tiles over the filled clusters. `tiles` finds the partners, whose ratios are worked out here; centroids that it
+    cannot tell apart go the way of all where there is none."""
     filled = np.flatnonzero(size > 0)
     count = len(size)
     out = Pairs(
@@ -225,43 +242,52 @@ def pairs(centroids: Centroids, radii: Radii, size: I64) -> Pairs:
     apart = mean - total
     out.between[filled] = size[filled] * np.einsum("kd,kd->k", apart, apart)
     same2 = COINCIDENT**2 * np.einsum("kd,kd->k", mean, mean).max()
-    for rows, distance2 in _tiles(apart):
-        own = np.arange(rows.start, rows.stop)
+    asked = np.arange(len(filled))
+    if tiles is not None:
+        partner, close = tiles.partners(apart, spread)
+        asked = np.flatnonzero(close)
+        told = np.flatnonzero(~close & (partner >= 0))
+        between = np.linalg.norm(apart[told] - apart[partner[told]], axis=1)
+        out.ratio[filled[told]] = (spread[told] + spread[partner[told]]) / between
+        out.partner[filled[told]] = filled[partner[told]]
+    for own, distance2 in _tiles(apart, asked):
         here = np.arange(len(own))
         distance2[here, own] = np.inf
-        out.coincident[filled[rows]] = (distance2 <= same2).any(axis=1)
+        out.coincident[filled[own]] = (distance2 <= same2).any(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = (spread[rows, None] + spread[None, :]) / np.sqrt(distance2)
+            ratio = (spread[own, None] + spread[None, :]) / np.sqrt(distance2)
         ratio[distance2 <= same2] = -np.inf
         ratio[here, own] = -np.inf
         best = ratio.argmax(axis=1)
         found = np.isfinite(ratio[here, best])
-        out.ratio[filled[rows][found]] = ratio[here, best][found]
-        out.partner[filled[rows][found]] = filled[best[found]]
+        out.ratio[filled[own][found]] = ratio[here, best][found]
+        out.partner[filled[own][found]] = filled[best[found]]
     return out
 
 
-def _tiles(means: F64) -> Iterator[tuple[slice, F64]]:
-    """Squared distances of a block of centred means to all of them: one matrix product, then direct sums for
+def _tiles(means: F64, asked: I64) -> Iterator[tuple[I64, F64]]:
+    """Squared distances of a block of the centred means `asked` to all of them: one matrix product, then direct sums for
     the near pairs, whose digits the expansion loses. 6 to 19 times faster than direct sums for all pairs at
     K = 2,000, d = 128 on two cores."""
     norm2 = np.einsum("kd,kd->k", means, means)
     count, dim = means.shape
     step = max(1, TILE_VALUES // count)
-    for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
+    for start in range(0, len(asked), step):
+        rows = asked[start : start + step]
         scale = norm2[rows, None] + norm2
         distance2 = scale - 2.0 * (means[rows] @ means.T)
         near_row, near_column = np.nonzero(distance2 <= NEAR * scale)
         pairs_at_once = max(1, TILE_VALUES // dim)
         for low in range(0, len(near_row), pairs_at_once):
             part = slice(low, low + pairs_at_once)
-            apart = means[start + near_row[part]] - means[near_column[part]]
+            apart = means[rows[near_row[part]]] - means[near_column[part]]
             distance2[near_row[part], near_column[part]] = np.einsum("pd,pd->p", apart, apart)
         yield rows, distance2
 
 
-def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) -> Points:
+def points(
+    csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii, tiles: Tiles | None = None
+) -> Points:
     """N x K in tiles, exact silhouette by moments.
 
     Mean over a cluster of |x - y|^2 is |x - m|^2 + W / n, so no pair of rows is ever visited: O(N K d) and no
@@ -270,7 +296,11 @@ def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) ->
     """
     owner, size = csr.owner(), admitted.size
     spread = _per_row(radii.within, size)
-    other_mean, near2 = _nearest_other(csr, centroids, radii, size, spread, owner)
+    error = np.zeros(csr.clusters)
+    if tiles is None:
+        other_mean, near2 = _nearest_other(csr, centroids, radii, size, spread, owner)
+    else:
+        other_mean, near2, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
     rest = np.maximum(size[owner] - 1, 1)
     own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
     larger = np.maximum(own_mean, other_mean)
@@ -291,7 +321,26 @@ def points(csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii) ->
         narrow=count(margin < MARGIN_NARROW),
         misassigned=count(margin < 0),
         margin_p10=segment_quantiles(margin, admitted.good, owner, csr.clusters, (0.10,))[0],
+        own_error=error,
     )
+
+
+def _by_tiles(
+    csr: Csr, centroids: Centroids, radii: Radii, size: I64, owner: I64, tiles: Tiles
+) -> tuple[F64, F64, F64]:
+    """As _nearest_other, and how far own distances are from those of P3, relative to the rounding that `tiles` owns up to."""
+    filled = np.flatnonzero(size > 0)
+    column = np.zeros(csr.clusters, dtype=np.int64)
+    column[filled] = np.arange(len(filled))
+    origin = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    found = tiles.nearest_other(
+        centroids.weight, centroids.mean[filled], origin, column[owner],
+        size[filled].astype(np.float64), radii.within[filled],
+    )  # fmt: skip
+    apart = np.abs(found.own2 - radii.radius2)
+    apart /= tiles.rounding * np.maximum(radii.radius2 + found.reach2, np.finfo(float).tiny)
+    apart[centroids.weight == 0] = 0.0
+    return found.mean2, found.near2, np.maximum(segment_max(apart, csr.indptr), 0.0)
 
 
 def _nearest_other(

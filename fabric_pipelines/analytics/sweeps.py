@@ -1,21 +1,35 @@
-"""The three sweeps over all rows that a device may take over: admit, centroid sums, squared radii.
+"""The sweeps that a device may take over: admit, centroid sums, squared radii, and what is made of numbers a row.
 
 A sweep sees every row once and returns float64. The CPU backend here runs the twins block by block, so that
-memory stays at a few blocks whatever the number of rows; analytics.kernels has the same three on a GPU.
+memory stays at a few blocks whatever the number of rows; analytics.kernels has the same ones on a GPU. Three more are a
+GPU's alone (copies, the neighbour graph, two-means): the CPU backend answers None, and the pass does it in its own way.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics.csr import F64, I64, U64, Csr
+from fabric_pipelines.analytics.csr import (
+    F64,
+    I64,
+    U64,
+    Bool,
+    Csr,
+    segment_argmin,
+    segment_min,
+    segment_quantiles,
+    segment_sum,
+    segment_xor,
+)
 from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
 from fabric_pipelines.analytics.reference.row_admit import row_flags, row_hash
 from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
+from fabric_pipelines.analytics.tiles import Tiles
 
 
 class Admitted(NamedTuple):
@@ -26,10 +40,39 @@ class Admitted(NamedTuple):
     hash: U64
 
 
+class Nearest(NamedTuple):
+    """Per cluster, over the rows kept: sum, least value (inf of none), lowest id that has it (-1 of none)."""
+
+    total: F64
+    least: F64
+    least_id: I64
+
+
+class Linked(NamedTuple):
+    """degree [N]: how often a row is among the first neighbours of others; factor f64 [N]: local outlier factor, 1 without
+    neighbours; largest int64 [K]: good rows of the largest component."""
+
+    degree: I64
+    factor: F64
+    largest: I64
+
+
+class Parted(NamedTuple):
+    """place f64 [N]: coordinate along the line through both means; apart2 f64 [N]: squared distance to the mean of the row's
+    side, 0 for rows left out; above int64 [K]: rows of the upper side; between f64 [K]: the part of W between the sides."""
+
+    place: F64
+    apart2: F64
+    above: I64
+    between: F64
+
+
 class Sweeps(Protocol):
     """`name` is the backend that a health table reports; `weight` 0 leaves a row out."""
 
     name: str
+    swept: frozenset[str]  # passes that run where `name` says, and "open"
+    tiles: Tiles | None  # None: the CPU's own, in float64
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """Without `hashed` the hashes may be anything: nobody reads them."""
@@ -39,6 +82,27 @@ class Sweeps(Protocol):
 
     def radius2(self, weight: F64, centroid: F64) -> F64:
         """|weight x row - centroid of its cluster|^2, f64 [N]; 0 for rows left out."""
+
+    def totals(self, value: F64) -> F64:
+        """Sum of each cluster."""
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        """value f64 [N], 0 where it is not kept."""
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        """Sum modulo 2^64 and xor of each cluster."""
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        """By linear interpolation, one array a share; NaN where a cluster keeps none."""
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        """row_hash u64 [N, 2] -> the lowest row of the same cluster with the same hash, int64 [N]."""
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        """Neighbour lists [N, k] of rows in the same cluster, -1 past their end, with rising distances."""
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        """Lloyd's iteration with two centres in every cluster from the sides `upper` on."""
 
     def close(self) -> None:
         """Release what the sweeps hold. Idempotent."""
@@ -54,6 +118,8 @@ def _segments(indptr: I64, rows: slice) -> tuple[slice, I64]:
 
 class CpuSweeps:
     name = "cpu"
+    swept: frozenset[str] = frozenset()
+    tiles: Tiles | None = None
 
     def __init__(self, csr: Csr) -> None:
         self._csr = csr
@@ -93,6 +159,34 @@ class CpuSweeps:
 
         run_side_by_side(measure, csr.blocks())
         return out
+
+    def totals(self, value: F64) -> F64:
+        return segment_sum(value, self._csr.indptr)
+
+    def nearest(self, value: F64, kept: Bool) -> Nearest:
+        indptr, far = self._csr.indptr, np.where(kept, value, np.inf)
+        return Nearest(
+            segment_sum(value, indptr),
+            segment_min(far, indptr),
+            segment_argmin(far, self._csr.ids, indptr),
+        )
+
+    def digests(self, mark: U64) -> tuple[U64, U64]:
+        indptr = self._csr.indptr
+        with np.errstate(over="ignore"):
+            return segment_sum(mark, indptr), segment_xor(mark, indptr)
+
+    def quantiles(self, value: F64, kept: Bool, shares: Sequence[float]) -> list[F64]:
+        return segment_quantiles(value, kept, self._csr.owner(), self._csr.clusters, shares)
+
+    def equal_hashes(self, row_hash: U64) -> I64 | None:
+        return None
+
+    def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
+        return None
+
+    def parted(self, weight: F64, mean: F64, size: I64, upper: Bool) -> Parted | None:
+        return None
 
     def close(self) -> None:
         """Nothing is held beyond the caller's rows."""

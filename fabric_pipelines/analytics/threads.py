@@ -22,12 +22,16 @@ Answer = TypeVar("Answer")
 class _OneThread:
     """The library's limit is the process's: the first user sets it, the last one restores it.
 
-    Libraries are looked for once, which takes 0.2 ms: numpy's is loaded by then, and no pass uses another."""
+    Libraries are looked for once, which takes 0.2 ms: numpy's is loaded by then, and no pass uses another. A thread of its own
+    sets and restores: OpenBLAS 0.3.31 heeds the first thread that ever set its number and ignores all others without a word, so
+    a restoring thread that was not the limiting one left the process with one thread for good."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
         self._libraries: ThreadpoolController | None = None
         self._limits: Any = None
+        self._setter: ThreadPoolExecutor | None = None
+        self._pid = 0
 
     def __enter__(self) -> None:
         with self._lock:
@@ -35,15 +39,20 @@ class _OneThread:
             if self._libraries is None:
                 self._libraries = ThreadpoolController()
             if self._limits is None:
-                self._limits = self._libraries.limit(limits=1, user_api="blas")
-                self._limits.__enter__()
+                libraries = self._libraries
+                self._limits = self._set(lambda: libraries.limit(limits=1, user_api="blas"))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._limits is not None:
-                self._limits.__exit__(None, None, None)
+                self._set(self._limits.restore_original_limits)
                 self._limits = None
+
+    def _set(self, work: Callable[[], Any]) -> Any:
+        if self._setter is None or self._pid != os.getpid():  # a fork takes no threads along
+            self._setter, self._pid = ThreadPoolExecutor(1, "one-blas-thread"), os.getpid()
+        return self._setter.submit(work).result()
 
 
 ONE_THREAD = _OneThread()

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, unknown
+from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum, unknown
 from fabric_pipelines.analytics.dip import dip
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.sweeps import Parted, Sweeps
+from fabric_pipelines.analytics.threads import run_side_by_side
 
 ROUNDS_MAX = 16
 # Coordinates this close, as a share of the longest, are one value: rounding must not part what is equal, since
@@ -32,7 +34,7 @@ class Halves:
     smaller: I64
 
 
-def halves(csr: Csr, members: Members, upper: Bool) -> Halves:
+def halves(csr: Csr, sweeps: Sweeps, members: Members, upper: Bool) -> Halves:
     """upper bool [N]: the side of the first axis on which each row starts."""
     out = Halves(
         within=unknown(csr.clusters),
@@ -40,12 +42,31 @@ def halves(csr: Csr, members: Members, upper: Bool) -> Halves:
         dip=unknown(csr.clusters),
         smaller=np.zeros(csr.clusters, dtype=np.int64),
     )
+    parted = sweeps.parted(members.weight, members.mean, members.size, upper)
+    if parted is not None:
+        _gather(csr, members, parted, out)
+        return out
     members.sweep(
         3,
         lambda count: count * csr.dim,
         lambda stack: _split(stack, upper[stack.places], out),
     )
     return out
+
+
+def _gather(csr: Csr, members: Members, parted: Parted, out: Halves) -> None:
+    """What a device has parted, per cluster of three rows and more."""
+    size, within = members.size, segment_sum(parted.apart2, csr.indptr)
+    asked = np.flatnonzero(size >= 3)
+    out.within[asked], out.between[asked] = within[asked], parted.between[asked]
+    out.smaller[asked] = np.minimum(parted.above, size - parted.above)[asked]
+
+    def measure(cluster: int) -> None:
+        first = members.first[cluster]
+        place = parted.place[members.places[first : first + size[cluster]]]
+        out.dip[cluster] = _dip_of(place)
+
+    run_side_by_side(measure, asked.tolist())
 
 
 def flop(size: F64, dim: int) -> float:
@@ -71,10 +92,14 @@ def _split(stack: Stack, side: Bool, out: Halves) -> None:
     out.within[stack.clusters] = _within(stack, side, mean, other)
     out.smaller[stack.clusters] = np.minimum(upper, count - upper)
     place, _ = _coordinates(stack, between, other + mean)
-    unit = SAME * np.abs(place).max(axis=1)
-    for cluster, values, step in zip(stack.clusters, place, unit, strict=True):
-        if step > 0:
-            out.dip[cluster] = dip(np.sort(np.rint(values / step)))
+    for cluster, values in zip(stack.clusters, place, strict=True):
+        out.dip[cluster] = _dip_of(values)
+
+
+def _dip_of(place: F64) -> float:
+    """NaN where all rows have one place."""
+    step = SAME * np.abs(place).max()
+    return dip(np.sort(np.rint(place / step))) if step > 0 else np.nan
 
 
 def _centres(stack: Stack, side: Bool) -> tuple[F64, F64]:

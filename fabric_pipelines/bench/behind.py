@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,16 +20,18 @@ from fabric_pipelines.settings import Settings
 
 
 @contextmanager
-def broker(home: Path) -> Iterator[str]:
-    """A broker process of its own home; its endpoint."""
-    with _process("broker", {"FABRIC_HOME": str(home)}):
+def broker(home: Path, program: Sequence[str] = ("-m", "fabric_pipelines.broker")) -> Iterator[str]:
+    """A broker process of its own home; its endpoint. program: what Python runs as the broker."""
+    with _process(program, {"FABRIC_HOME": str(home)}):
         yield Settings(home=home).broker_endpoint
 
 
 @contextmanager
 def completion(home: Path, pg_url: str) -> Iterator[None]:
     """A completion process that lands what the broker of `home` has in that database."""
-    with _process("completion", {"FABRIC_HOME": str(home), "FABRIC_PG_URL": pg_url}):
+    with _process(
+        ("-m", "fabric_pipelines.completion"), {"FABRIC_HOME": str(home), "FABRIC_PG_URL": pg_url}
+    ):
         yield
 
 
@@ -68,9 +70,9 @@ def landed_rows(pg_url: str) -> int:
 
 
 @contextmanager
-def _process(module: str, environ: Mapping[str, str]) -> Iterator[None]:
+def _process(program: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-m", f"fabric_pipelines.{module}"],
+        [sys.executable, *program],
         env={**os.environ, **environ, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         text=True,
@@ -79,7 +81,7 @@ def _process(module: str, environ: Mapping[str, str]) -> Iterator[None]:
         assert process.stdout is not None
         line = process.stdout.readline()
         if "ready" not in line:
-            raise StartFailed(f"the {module} of the benchmark did not start: {line.strip()!r}")
+            raise StartFailed(f"{' '.join(program)} did not start: {line.strip()!r}")
         yield
     finally:
         process.terminate()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_pipelines.analytics import kernels
-from fabric_pipelines.analytics.csr import Csr
+from fabric_pipelines.analytics.csr import I64, Csr
 from fabric_pipelines.analytics.health import measure
 from fabric_pipelines.device.card import DeviceArray
 from fabric_pipelines.device.cubins import read_manifest
@@ -31,6 +31,10 @@ ROWS_A_CLUSTER = 1000
 ROUNDS, REPEATS = 4, 5
 PIECE_ROWS = 1 << 16  # random rows made on the host, then repeated on the card by copies
 COPY = "copy device to device"
+LISTS_ROWS, LISTS_WIDTH = (
+    1 << 20,
+    20,
+)  # the neighbour graph's lists are made on the host, so for no more rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,12 @@ class Load:
     indptr: DeviceArray
     centroid: DeviceArray
     admitted: tuple[DeviceArray, DeviceArray, DeviceArray]
+    flag: DeviceArray
+    ids: DeviceArray
+    size: DeviceArray
+    share: DeviceArray
+    start: DeviceArray
+    lists: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]
 
     @classmethod
     def draw(cls, gpu: Gpu, count: int, dim: int) -> Load:
@@ -77,7 +87,30 @@ class Load:
                 gpu.empty(count, np.uint8),
                 gpu.empty((count, 2), np.uint64),
             ),
+            flag=gpu.upload(np.zeros(count, np.uint8)),
+            ids=gpu.upload(np.arange(count)),
+            size=gpu.upload(np.diff(indptr)),
+            share=gpu.upload(np.array([0.5, 0.95, 0.99])),
+            start=gpu.upload(rng.integers(0, 2, count, np.uint8)),
+            lists=_lists(gpu, indptr[indptr <= LISTS_ROWS]),
         )
+
+
+def _lists(gpu: Gpu, indptr: I64) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+    """Neighbours that are the next rows of a cluster, round its end, with rising distances; flags and borders."""
+    sizes, count = np.diff(indptr), int(indptr[-1])
+    first, size = np.repeat(indptr[:-1], sizes)[:, None], np.repeat(sizes, sizes)[:, None]
+    step = np.arange(1, LISTS_WIDTH + 1)
+    row = first + (np.arange(count)[:, None] - first + step) % np.maximum(size, 1)
+    row[step >= size] = -1
+    distance = np.sort(np.random.default_rng(2).random(row.shape), axis=1)
+    flag = np.zeros(count, np.uint8)
+    return (
+        gpu.upload(row.astype(np.int32)),
+        gpu.upload(distance),
+        gpu.upload(flag),
+        gpu.upload(indptr),
+    )
 
 
 def work(gpu: Gpu, load: Load) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -99,6 +132,26 @@ def work(gpu: Gpu, load: Load) -> dict[str, tuple[int, Callable[[], object]]]:
         "csr_radius": (
             row_bytes + 16 * count + centroid_bytes,
             lambda: kernels.csr_radius(gpu, *base, load.centroid),
+        ),
+        "csr_reduce": (
+            9 * count,
+            lambda: kernels.csr_reduce(gpu, load.weight, load.flag, load.ids, load.indptr),
+        ),
+        "csr_select quantiles": (
+            9 * count,
+            lambda: kernels.csr_quantiles(gpu, load.weight, load.flag, load.indptr, load.share),
+        ),
+        "csr_select copies": (
+            40 * count,
+            lambda: kernels.csr_copies(gpu, load.admitted[2], load.indptr),
+        ),
+        "knn_graph": (
+            (12 * LISTS_WIDTH + 60) * len(load.lists[0]),
+            lambda: kernels.knn_graph(gpu, *load.lists, 10),
+        ),
+        "two_means, one round": (
+            2 * row_bytes + 16 * clusters * dim,
+            lambda: kernels.two_means(gpu, *base, load.centroid, load.size, load.start, rounds=1),
         ),
     }
 

@@ -71,7 +71,19 @@ select pg_current_snapshot()::text,
        fabric.bound_files(%(oid)s::oid, %(names)s::text[]);
 
 -- name: column_types
-select attname, format_type(atttypid, null), attrelid::bigint
+-- With the type under a domain, and whether no value may be missing.
+select attname, format_type(atttypid, null), attrelid::bigint,
+    (
+        with recursive under (type_oid) as (
+            select atttypid
+            union all
+            select t.typbasetype from under join pg_type as t on t.oid = under.type_oid where t.typtype = 'd'
+        )
+        select format_type(type_oid, null)
+        from under join pg_type as t on t.oid = under.type_oid
+        where t.typtype <> 'd'
+    ),
+    attnotnull
 from pg_attribute
 where attrelid = fabric.relation_oid(%(relation)s) and attnum > 0 and not attisdropped
 order by attnum;
@@ -84,6 +96,10 @@ select from {relation} where {filter} limit 0
 copy (
     select {id}::bigint, {vector}{columns} from {relation} where {filter} and {only} order by {id}
 ) to stdout (format binary)
+
+-- name: count_missing
+-- By column, rows that have no value there.
+select {counts} from {relation} where {filter} and {only}
 
 -- name: content_sums
 select bucket, count(*), sum(lane_0), sum(lane_1)
@@ -274,6 +290,26 @@ select exists (
         and (t.tgtype & 1 = 1 or p.pronamespace is distinct from to_regnamespace('fabric'))
 );
 
+-- name: insert_nothing
+-- Triggers of the statement see it all the same.
+insert into {table} ({columns}) select {columns} from {table} where false
+
+-- name: defaults_not_sent
+select pg_get_expr(d.adbin, d.adrelid)
+from pg_attrdef as d
+join pg_attribute as a on a.attrelid = d.adrelid and a.attnum = d.adnum
+where d.adrelid = to_regclass(%(table)s) and a.attgenerated = '' and not a.attname = any(%(sent)s)
+order by a.attnum;
+
+-- name: in_table
+select task_id from {table} where task_id = any(%(task_ids)s)
+
+-- name: has_letters
+select exists (select from fabric.dead_letters where task_id between %(first_task)s and %(last_task)s);
+
+-- name: letters_of
+select task_id from fabric.dead_letters where task_id = any(%(task_ids)s);
+
 -- name: not_in_table
 select sent.task_id from unnest(%(task_ids)s::bigint[]) as sent (task_id)
 where not exists (select from {table} as landed where landed.task_id = sent.task_id)
@@ -301,7 +337,10 @@ on conflict (task_id) do update
     where old.requeues < excluded.requeues
 
 -- name: unbury
-delete from fabric.dead_letters where task_id = any(%(task_ids)s)
+-- What was decided in an earlier round; of the same round the letter stays, and its task with it.
+delete from fabric.dead_letters as old
+using unnest(%(task_ids)s::bigint[], %(requeues)s::integer[]) as new (task_id, requeues)
+where old.task_id = new.task_id and old.requeues < new.requeues
 
 -- name: explain
 -- TIMING costs two clock reads a row and says nothing about WAL.
@@ -365,7 +404,11 @@ where not l.granted and a.datname = current_database() and a.application_name <>
 -- name: acknowledge
 insert into fabric.acks (function, first_task, last_task, rows, inserted, dead, size, ids)
 values (%(function)s, %(first_task)s, %(last_task)s, %(rows)s, %(inserted)s, %(dead)s, %(size)s,
-        %(ids)s::int8multirange);
+        %(ids)s::int8multirange)
+-- Last of all and until the commit: who buries and who lands tasks take turns, so that the later one sees what the other
+-- decided of them. Those that only land hold it together.
+returning case when %(dead)s > 0 then pg_advisory_xact_lock(hashtextextended('fabric.decided', 0))::text
+               else pg_advisory_xact_lock_shared(hashtextextended('fabric.decided', 0))::text end;
 
 -- name: one_snapshot
 set transaction isolation level repeatable read, read only;
@@ -502,10 +545,51 @@ on conflict (uri) do nothing;
 select uri, size, sha256, rows from fabric.artifacts where uri = %(uri)s;
 
 -- name: relation_kind
-select relkind::text from pg_class where oid = fabric.relation_oid(%(relation)s);
+select relkind::text, oid::bigint from pg_class where oid = fabric.relation_oid(%(relation)s);
 
--- name: forget_watches_from_elsewhere
-select fabric.forget_watches_from_elsewhere();
+-- name: watches_from_elsewhere
+-- With the table that has the triggers now.
+select w.watch_id, coalesce(
+    (select tgrelid from pg_trigger where tgfoid = fabric.note_function(w.watch_id) order by tgrelid limit 1),
+    w.relation)::bigint
+from fabric.watched as w
+where w.cluster <> fabric.cluster() or not exists (select from pg_class where oid = w.relation);
+
+-- name: forget_watch
+select fabric.forget_watch(%(watch)s);
+
+-- name: judge_filter
+select fabric.judge_filter(%(relation)s, %(filter)s);
+
+-- name: filter_fault
+select fabric.filter_fault(%(relation)s, %(filter)s);
+
+-- name: autovacuum_holds
+select exists (
+           select from pg_locks as l
+           join pg_stat_activity as a using (pid)
+           where l.locktype = 'relation' and l.relation = %(relation)s::oid and l.granted
+             and l.database = (select oid from pg_database where datname = current_database())
+             and l.mode = any (%(modes)s::text[]) and a.backend_type = 'autovacuum worker'),
+       (select setting::integer from pg_settings where name = 'deadlock_timeout');
+
+-- name: lock_holders
+-- A prepared transaction has no process; what it is called stands beside the number that it holds a lock on as well.
+select case
+    when p.gid is not null then format('prepared transaction %%L since %%s', p.gid, p.prepared)
+    else format('pid %%s (%%s, role %%s) since %%s', l.pid, coalesce(nullif(a.application_name, ''), a.backend_type, '?'),
+                coalesce(a.usename, '?'), coalesce(a.xact_start::text, 'a time that this role may not see'))
+end
+from pg_locks as l
+left join pg_stat_activity as a using (pid)
+left join pg_locks as x
+    on l.pid is null and x.pid is null and x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction
+left join pg_prepared_xacts as p on p.transaction = x.transactionid
+where l.locktype = 'relation' and l.relation = %(relation)s::oid and l.granted
+  and l.database = (select oid from pg_database where datname = current_database())
+  and l.mode = any (%(modes)s::text[]) and l.pid is distinct from pg_backend_pid()
+group by 1
+order by 1;
 
 -- name: watch
 select fabric.watch(%(relation)s, %(id)s, %(vector)s, %(columns)s::text[]);

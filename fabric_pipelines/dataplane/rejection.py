@@ -15,6 +15,7 @@ import psycopg
 
 from fabric_pipelines.dataplane.database import translate
 from fabric_pipelines.dataplane.sinks import Rejection
+from fabric_pipelines.dataplane.table_trouble import told as refuses_all
 from fabric_pipelines.errors import StorageFailed
 
 _NOT_THE_ROWS_CLASSES = frozenset(
@@ -51,12 +52,14 @@ _NOT_THE_ROWS_CLASSES = frozenset(
 )
 _NOT_THE_ROWS = frozenset(
     (
+        "2200H",  # a sequence has given its last number
         "22P03",  # invalid binary representation: a column has another type than what is sent
         "22P04",  # bad COPY file format: likewise
     )
 )
 _NOT_THE_ROWS_AT_COMMIT = frozenset(("54",))  # the queue of NOTIFY is full, which passes
 
+DEAD_BEFORE = "DeadBefore"
 DROPPED = "RowDropped"
 _DROPPED_REASON = "the table took the row and kept none: a trigger or rule of its owner dropped it"
 
@@ -97,12 +100,19 @@ def dropped(row: int) -> Rejection:
     return Rejection(row, DROPPED, _DROPPED_REASON)
 
 
+def dead_before(row: int) -> Rejection:
+    """Of a row whose dead letter stands already, and is kept as it is: only a requeue takes that back."""
+    return Rejection(row, DEAD_BEFORE, "an earlier landing of the task buried it")
+
+
 @contextmanager
 def landing_into(table: str, where: str) -> Iterator[None]:
     """As `translated`, for the statements of a landing; a fault of the table comes with its remedy."""
     try:
         yield
     except psycopg.Error as fault:
+        if fault.sqlstate == "2200H":
+            raise refuses_all(table, where, fault) from fault
         told = translate(fault, where)
         # 08P01 within COPY: a column narrower or wider than what is sent; elsewhere a pooler says it of a lost server
         mistyped = fault.sqlstate == "08P01" and (fault.diag.context or "").startswith("COPY")

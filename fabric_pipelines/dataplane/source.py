@@ -181,12 +181,35 @@ _INTEGERS = ("smallint", "integer", "bigint")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the catalogue says of a source's relation. columns: type of each column that is read."""
+    """What the catalogue says of a source's relation. columns: type of each column that is read. every_id: whether the
+    relation refuses a row without an id."""
 
     columns: Mapping[str, str]
     oid: int
     encoding: str
     has_fingerprints: bool
+    every_id: bool = True
+
+
+def require_integer_ids(connection: Connection, source: Source) -> None:
+    """SchemaError where the ids are no integers, before anything is put on the relation; quiet where it has no such
+    column, which others name."""
+    rows = connection.execute(query("column_types"), {"relation": source.relation}).fetchall()
+    for name, kind, _, under, _ in rows:
+        if name == source.id_column:
+            _require_integers(source, kind, under)
+
+
+def _require_integers(source: Source, kind: str, under: str) -> None:
+    """No other type is compared as an integer without loss: 3.5 would be found as 4, and "7" not at all."""
+    if under in _INTEGERS:
+        return
+    said = kind if kind == under else f"{kind} (over {under})"
+    raise SchemaError(
+        f"the id column {source.id_column!r} of {source.relation} is {said}; a shard knows its rows by smallint, integer or "
+        "bigint, and casts nothing to them: add a column `row_id bigint generated always as identity`, and build from a "
+        f"view that names it {source.id_column}"
+    )
 
 
 def describe(connection: Connection, source: Source) -> Described:
@@ -198,11 +221,13 @@ def describe(connection: Connection, source: Source) -> Described:
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as fault:
         raise SchemaError(f"there is no relation {source.relation!r} in this database") from fault
     rows = connection.execute(query("column_types"), {"relation": source.relation}).fetchall()
-    types = {name: kind for name, kind, _ in rows}
+    types = {name: kind for name, kind, *_ in rows}
     wanted = (source.id_column, source.vector_column, *source.columns)
     for column in wanted:
         if column not in types:
             raise SchemaError(f"relation {source.relation!r} has no column {column!r}")
+    (ids,) = (row for row in rows if row[0] == source.id_column)
+    _require_integers(source, ids[1], ids[3])
     for column in source.columns:
         if types[column] not in _INTEGERS:
             raise SchemaError(
@@ -225,9 +250,8 @@ def describe(connection: Connection, source: Source) -> Described:
                 f"the filter {source.filter!r} is no condition on a row of {source.relation} ({why}); write it as after "
                 "WHERE"
             ) from fault
-    return Described(
-        chosen, int(rows[0][2]), encoding, types.get("engine_fingerprint") in ("text", "varchar")
-    )
+    has_fingerprints = types.get("engine_fingerprint") in ("text", "varchar")
+    return Described(chosen, int(rows[0][2]), encoding, has_fingerprints, bool(ids[4]))
 
 
 def state_of(
@@ -288,7 +312,9 @@ def content_by_sql(connection: Connection, source: Source, encoding: str) -> Con
         wire = sql.Composed([wire, piece.format(sql.Identifier(name))])
     rows = connection.execute(compose("content_sums", wire=wire, **parts)).fetchall()
     sums = [0] * BUCKETS
-    for bucket, _, lane_0, _ in rows:
+    for bucket, count, lane_0, _ in rows:
+        if bucket is None:
+            raise _missing(source, source.id_column, count)
         sums[bucket] = int(lane_0) & LANE_MASK
     return ContentHash(
         rows=sum(row[1] for row in rows),
@@ -309,9 +335,55 @@ def copy_rows(
         [sql.SQL(", {}::bigint").format(sql.Identifier(name)) for name in source.columns]
     )
     statement = compose("copy_source_rows", columns=columns, only=only, **_parts(source))
-    rows = _decode_rows(copy_bytes(connection, statement), encoding, source)
+    try:
+        rows = _decode_rows(copy_bytes(connection, statement), encoding, source)
+    except SchemaError:
+        require_values(connection, source, only)
+        raise
     _require_unique(rows.ids, source)
     return rows
+
+
+def require_values(
+    connection: Connection, source: Source, only: sql.Composable = EVERY_ROW
+) -> None:
+    """SchemaError that names the first column, id or one that travels, in which rows have no value, and counts them."""
+    names = (source.id_column, *source.columns)
+    counts = [sql.SQL("count(*) - count({})").format(sql.Identifier(name)) for name in names]
+    parts = _parts(source)
+    found = connection.execute(
+        compose(
+            "count_missing",
+            counts=sql.SQL(", ").join(counts),
+            relation=parts["relation"],
+            filter=parts["filter"],
+            only=only,
+        )
+    ).fetchone()
+    assert found is not None
+    for name, count in zip(names, found, strict=True):
+        if count:
+            raise _missing(source, name, count)
+
+
+def require_ids(connection: Connection, source: Source, described: Described) -> None:
+    """SchemaError where rows have no id: no change log speaks of them. Asked only of a column that may be null."""
+    if not described.every_id:
+        missing = sql.SQL("{} is null").format(sql.Identifier(source.id_column))
+        require_values(connection, replace(source, columns=()), missing)
+
+
+def _missing(source: Source, column: str, count: int) -> SchemaError:
+    rows = f"{count} row{'s' if count > 1 else ''}"
+    what = (
+        "a row is known by its id"
+        if column == source.id_column
+        else "columns that travel hold integers"
+    )
+    return SchemaError(
+        f"{column!r} is null in {rows} of {source.relation}: {what}; give each a value, or leave them out with the filter "
+        f"`{column} is not null`"
+    )
 
 
 NAMED = 10
@@ -345,7 +417,12 @@ def _decode_rows(raw: bytes, encoding: str, source: Source) -> RowSet:
     if not len(body):
         none = np.zeros(0, np.int64)
         return RowSet(none, np.zeros((0, 0), np.float16), dict.fromkeys(source.columns, none))
-    size = _ROW_HEAD.unpack_from(body)[3]
+    unequal = SchemaError(
+        f"rows of {source.relation} differ in length: a shard needs vectors of one dimension"
+    )
+    _, id_size, _, size = _ROW_HEAD.unpack_from(bytes(body[: _ROW_HEAD.size]).ljust(_ROW_HEAD.size))
+    if id_size != 8:
+        raise unequal
     prefix, element = wire_layout(encoding)
     width = (size - prefix) // element.itemsize
     row = np.dtype(
@@ -362,10 +439,6 @@ def _decode_rows(raw: bytes, encoding: str, source: Source) -> RowSet:
                 for part in ((f"{name} size", ">i4"), (f"{name} value", ">i8"))
             ),
         ]
-    )
-    unequal = SchemaError(
-        f"rows of {source.relation} differ in length: a shard needs vectors of one dimension"
-        + (f" and no nulls in {', '.join(source.columns)}" if source.columns else "")
     )
     if len(body) % row.itemsize:
         raise unequal

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,14 @@ from fabric_pipelines.dataplane.source import (
     describe,
     fingerprints,
     frozen,
+    require_ids,
+    require_integer_ids,
     state_of,
 )
 from fabric_pipelines.dataplane.sql import compose, query
 from fabric_pipelines.dataplane.sql import relation as quoted
-from fabric_pipelines.errors import SchemaError, UsageError
+from fabric_pipelines.dataplane.table_locks import READERS, WRITERS, briefly_locked
+from fabric_pipelines.errors import SchemaError, SettingsError, UsageError
 
 CHANNEL = "fabric_stale"
 DEFAULTS = "*"
@@ -102,8 +106,14 @@ _SETTLE = "; `fabric receipt refresh {shard}` settles it"
 WHY_AUDIT = {
     "unwatched": "nothing watches {relation} (a view, a table of another owner, or unwatched on purpose), so no change of "
     "it is seen: " + _LOOK + ", at times of your own",
-    "unlogged": "{relation} is UNLOGGED: a crash empties it and nothing notes that, so its log is not believed: make it "
-    "LOGGED; until then " + _LOOK,
+    "unlogged": "{relation}, or a part of it, is UNLOGGED (a crash empties it) or a foreign table (written elsewhere), and nothing "
+    "notes that, so its log is not believed: make it LOGGED, and its parts local; until then "
+    + _LOOK,
+    "inherited": "{relation} is a partition or child of another table, and rows that are written by the name of that one fire no "
+    "trigger here: build a shard of the whole table with a filter, or " + _LOOK,
+    "moving filter": "the filter reads more than the row (a clock, a setting, another table), so rows come and go while "
+    "nothing in {relation} changes: build the shard anew with a filter of fixed values; until then "
+    + _LOOK,
     "disarmed": "triggers of the watch on {relation} were switched off or dropped: "
     + _LOOK
     + _SETTLE,
@@ -114,7 +124,7 @@ WHY_AUDIT = {
     + _LOOK
     + _SETTLE,
     "pruned": "changes since the generation was read are forgotten: " + _LOOK + _SETTLE,
-    "rewritten": "{relation} was rewritten, or a child was attached or detached: "
+    "rewritten": "{relation} was rewritten, or a child of it was attached or detached: "
     + _LOOK
     + _SETTLE,
     "not compared": "a statement changed {relation} in a way that the watch could not compare, so any row may have "
@@ -160,18 +170,20 @@ POLICY_FIELDS = tuple(item.name for item in fields(Policy) if item.name != "shar
 
 def watch(database: Database, source: Source) -> None:
     """Keep every change of the source's rows from the next snapshot on. Costs two look-ups where that is so
-    already; else it waits for writers in flight, and gives up as DatabaseUnavailable when one of them does not
-    end. What takes no triggers from this role, or is to be left alone (`unwatch`), is left unwatched. SchemaError
-    for a relation or column that is not there."""
+    already; else it waits for writers in flight, never for readers, and gives up as DatabaseUnavailable naming the
+    writer that does not end. A filter whose answer changes by itself is written down for the verdict. What takes no
+    triggers from this role, or is to be left alone (`unwatch`), is left unwatched. SchemaError for a relation or
+    column that is not there."""
     quoted(source.relation)
     columns = [*source.columns, *(["*"] if source.filter else [])]
     with database.session() as connection:
         kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
         if kind is None:
             raise SchemaError(f"there is no relation {source.relation!r} in this database")
+        _fault_of_filter(connection, source, "judge_filter")
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
-        connection.execute(query("bounded_waits"))
+        require_integer_ids(connection, source)
         wanted = {
             "relation": source.relation,
             "id": source.id_column,
@@ -180,8 +192,11 @@ def watch(database: Database, source: Source) -> None:
         }
         # A role that may read a relation need not own it; its shard is audited like that of a view.
         try:
-            connection.execute(query("forget_watches_from_elsewhere"))
-            connection.execute(query("watch"), wanted)
+            for number, where in connection.execute(query("watches_from_elsewhere")).fetchall():
+                forget = partial(connection.execute, query("forget_watch"), {"watch": number})
+                briefly_locked(connection, where, f"the table of watch {number}", READERS, forget)
+            arm = partial(connection.execute, query("watch"), wanted)
+            briefly_locked(connection, kind[1], source.relation, WRITERS, arm)
         except psycopg.errors.InsufficientPrivilege:
             return
         except psycopg.errors.UndefinedColumn as fault:
@@ -190,6 +205,40 @@ def watch(database: Database, source: Source) -> None:
                 f"relation {source.relation!r} has no column {missing!r}: if it had, give the column its name back, or "
                 "build the shard anew from the columns that are there"
             ) from fault
+
+
+def require_fixed_filter(database: Database, source: Source) -> None:
+    """SchemaError for a filter whose answer for a row may change while the row does not: by the clock, a setting,
+    the role, another table, or a function that the server does not call immutable."""
+    quoted(source.relation)
+    with database.session() as connection:
+        fault = _fault_of_filter(connection, source, "filter_fault")
+    if fault:
+        raise SchemaError(
+            f"the filter {source.filter!r} reads {fault}: rows would come and go while nothing in {source.relation} changes, "
+            "and nobody could tell that the shard is stale; compare columns with fixed values, name the time zone "
+            "(at time zone 'UTC'), or keep the answer in a column of its own"
+        )
+
+
+def _fault_of_filter(connection: Connection, source: Source, block: str) -> str | None:
+    """None as well for a filter that is no condition: who reads the rows says that. In a transaction, so that nothing of
+    the trial is left."""
+    if not source.filter:
+        return None
+    asked = {"relation": source.relation, "filter": source.filter}
+    try:
+        with connection.transaction():
+            row = connection.execute(query(block), asked).fetchone()
+    except psycopg.errors.InsufficientPrivilege as fault:
+        raise SettingsError(
+            f"role {connection.info.user!r} may not try the filter {source.filter!r} ({fault.diag.message_primary}): run "
+            f'`grant temporary on database "{connection.info.dbname}" to "{connection.info.user}"` as its owner'
+        ) from fault
+    except (psycopg.ProgrammingError, psycopg.DataError):
+        return None
+    assert row is not None
+    return None if row[0] is None else str(row[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +252,12 @@ class Unwatched:
 
 def unwatch(database: Database, name: str) -> Unwatched:
     """Take the fabric's triggers off a relation, given by its name or that of a shard made of it, and make none
-    on it until `allow_watch`. Waits for writers in flight for a while. UsageError when there is neither."""
-    with database.session() as connection, connection.transaction():
+    on it until `allow_watch`. Waits for readers and writers in flight, a moment at a time, and gives up as
+    DatabaseUnavailable naming them. UsageError when there is neither."""
+    with database.session() as connection:
         oid, relation = _relation_of(connection, name)
-        connection.execute(query("bounded_waits"))
-        row = connection.execute(query("unwatch"), {"relation": oid}).fetchone()
+        forget = partial(connection.execute, query("unwatch"), {"relation": oid})
+        row = briefly_locked(connection, oid, relation, READERS, forget).fetchone()
         assert row is not None
         return Unwatched(relation, int(row[0]), _shards_of(connection, oid))
 
@@ -270,7 +320,7 @@ def await_stale(
     the view is read at intervals all the same."""
     end = time.monotonic() + within_s
     found = staleness(database, shard)
-    if within_s <= 0:
+    if not within_s > 0:  # nan neither
         return found
     with Doorbell(database) as bell:
         while True:
@@ -290,6 +340,7 @@ def read_moved(database: Database, name: str, generation: int, source: Source) -
             "in_moved_ids", id=sql.Identifier(source.id_column), shard=sql.Literal(name)
         )
         described = describe(connection, source)
+        require_ids(connection, source, described)
         rows = copy_rows(connection, source, described.encoding, chosen)
         made_by = fingerprints(connection, source, described)
         state = state_of(connection, database, source, described, NOTHING, made_by)

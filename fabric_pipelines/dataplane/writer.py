@@ -2,7 +2,8 @@
 
 Rows go straight into the table by binary COPY; where a task id is there already, the savepoint is rolled back and
 they go through a temporary twin, insert-or-nothing by task id. Dead letters, ack row, commit. A replay therefore
-changes nothing. A row that the database rejects, at once or by a deferred constraint, or that a trigger drops, becomes
+changes nothing: what was decided of a task first, landed or dead, stays until it is requeued, and both sides are told
+the same of it. A row that the database rejects, at once or by a deferred constraint, or that a trigger drops, becomes
 a dead letter with reason and raw bytes while the rest lands. A commit whose answer was lost is settled by the
 transaction's status and its rows, never by guessing.
 """
@@ -30,6 +31,7 @@ from fabric_pipelines.dataplane.database import (
     read_identity,
     translated,
 )
+from fabric_pipelines.dataplane.decided import DecidedMeanwhile, among, require_alone
 from fabric_pipelines.dataplane.encode import (
     STREAM_BYTES_MAX,
     Column,
@@ -39,6 +41,7 @@ from fabric_pipelines.dataplane.encode import (
 )
 from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.dataplane.rejection import (
+    dead_before,
     dropped,
     is_rejection,
     lacks_value,
@@ -59,6 +62,7 @@ from fabric_pipelines.dataplane.sinks import (
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.dataplane.staleness import ring
+from fabric_pipelines.dataplane.table_trouble import table_refuses, told
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
     IncarnationMismatch,
@@ -78,6 +82,9 @@ below the bound of a stream."""
 RAW_BYTES_MAX = STREAM_BYTES_MAX // 2
 """A dead letter's raw bytes; of a larger row the payload is left out, so that its letter lands."""
 PAYLOAD = ("output", "vector")
+EVERY_ROUND = (1 << 15) - 1
+DECIDED_TRIES = 5
+"""Of one landing, while others that have the same tasks in hand decide of them first."""
 
 TaskIds = npt.NDArray[np.int64]
 
@@ -256,14 +263,7 @@ def land(
     sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
     meter = meter or Meter(connection)
     with landing_into(sink.table, f"database {identity.database}"):
-        connection.execute("begin")
-        try:
-            meter.open()
-            landed = _fill(connection, sink, batch, landing, identity, meter, refused or {})
-        except BaseException:
-            if not connection.broken:
-                connection.execute("rollback")
-            raise
+        landed = _filled(connection, sink, batch, landing, identity, meter, refused or {})
         began = time.perf_counter()
         try:
             with backend.hurried():
@@ -329,6 +329,34 @@ def _commit(connection: Connection, landed: Landed, identity: Identity) -> None:
         ) from fault
 
 
+def _filled(
+    connection: Connection,
+    sink: Sink,
+    batch: pa.RecordBatch,
+    landing: Landing,
+    identity: Identity,
+    meter: Meter,
+    given: Mapping[int, Rejection],
+) -> Landed:
+    """A transaction that wants nothing but its commit."""
+    for _ in range(DECIDED_TRIES):
+        connection.execute("begin")
+        try:
+            meter.open()
+            return _fill(connection, sink, batch, landing, identity, meter, given)
+        except BaseException as fault:
+            if not connection.broken:
+                connection.execute("rollback")
+            if not isinstance(fault, DecidedMeanwhile):
+                raise
+            stays = np.flatnonzero(np.isin(_ids(batch), fault.buried)).tolist()
+            given = {**{at: dead_before(at) for at in stays}, **given}
+    raise DatabaseUnavailable(
+        f"database {identity.database}: another completion lands the same tasks of {sink.table} at this moment; this "
+        "one tries again"
+    )
+
+
 def _fill(
     connection: Connection,
     sink: Sink,
@@ -348,7 +376,12 @@ def _fill(
     refused |= {int(good[at]): item for at, item in foreseen.items()}
     rows, size = 0, 0
     ids, target = _ids(batch), _Target(connection, sink.table, meter)
-    pending = _pieces(batch, np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused))))
+    rows_left = np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))
+    pending, asked = _pieces(batch, rows_left), False
+
+    def attempt(at: int) -> psycopg.Error | None:
+        return target.attempt(sink.encode(_chosen(batch, rows_left[at : at + 1]), landing))
+
     while pending:
         chosen = pending.pop()
         if not chosen.size:
@@ -366,6 +399,11 @@ def _fill(
                 raise
             if lacks_value(fault, sink.names) and not target.has_triggers():
                 raise
+            if not asked and table_refuses(
+                connection, sink.table, sink.names, fault, rows_left.size, attempt
+            ):
+                raise told(sink.table, f"database {identity.database}", fault) from fault
+            asked = True
             at = row_at_fault(fault, chosen.size)
             if at is None:
                 pending += np.array_split(
@@ -393,14 +431,19 @@ def _settled(
     meter: Meter,
 ) -> Landed:
     """Dead letters and ack row of this transaction, and what it will have proven once committed."""
+    ids, requeues = _ids(batch), batch.column("requeues").to_numpy().astype(np.int64)
     dead = np.array(sorted(refused), np.int64)
+    there = among(connection, compose("in_table", table=relation(sink.table)), ids[dead])
+    standing, dead = dead[there], dead[~there]  # landed before: nothing buries them any more
     if dead.size:
         rejections = [refused[int(at)] for at in dead]
         size += _bury(connection, sink, _chosen(batch, dead), rejections, meter)
-    ids, requeues = _ids(batch), batch.column("requeues").to_numpy()
-    risen = np.setdiff1d(np.flatnonzero(requeues), dead)
+    rounds = requeues.copy()
+    rounds[standing] = EVERY_ROUND
+    risen = np.setdiff1d(np.flatnonzero(rounds), dead)
     if risen.size:
-        connection.execute(query("unbury"), {"task_ids": ids[risen].tolist()})
+        values = {"task_ids": ids[risen].tolist(), "requeues": rounds[risen].tolist()}
+        connection.execute(query("unbury"), values)
     connection.execute(
         query("acknowledge"),
         {
@@ -415,6 +458,7 @@ def _settled(
         },
     )
     alive = np.delete(ids, dead)
+    require_alone(connection, sink.table, alive, ids[dead])
 
     def proof(kind: str, table: str) -> Confirmation:
         return Confirmation(kind, {"cluster": identity.cluster_id, "xid": xid, "table": table})
@@ -423,7 +467,7 @@ def _settled(
         task_ids=alive,
         confirmation=proof("postgres", sink.table) if alive.size else None,
         dead_task_ids=ids[dead],
-        dead_requeues=requeues[dead],
+        dead_requeues=requeues[dead].astype(np.uint8),
         dead_confirmation=proof("dead_letter", DEAD_LETTERS) if dead.size else None,
         rows=rows,
         size=size,
@@ -481,6 +525,22 @@ class _Target:
             except psycopg.errors.UniqueViolation:
                 pass  # a task id is there already, or somebody's own index objects: the twin tells which
         return self.through_stage(columns, stream)
+
+    def attempt(self, columns: Sequence[Column]) -> psycopg.Error | None:
+        """What the table says to rows that it does not keep; None where it takes them, or where no stream does."""
+        try:
+            stream = encode_copy(columns)
+            with self._connection.transaction(force_rollback=True):
+                self._defer()
+                self._copy(relation(self._table), _names(columns), stream)
+                self._look()
+        except StreamTooLarge:
+            return None
+        except psycopg.Error as fault:
+            if not is_rejection(fault):
+                raise
+            return fault
+        return None
 
     def through_stage(self, columns: Sequence[Column], stream: Sequence[memoryview]) -> _Put:
         names, ids = _names(columns), _column_ids(columns)

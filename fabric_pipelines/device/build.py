@@ -101,10 +101,10 @@ def install(manifest: CubinManifest, build: Path, folder: Path = FOLDER) -> None
 
 
 def table(manifest: CubinManifest) -> str:
-    lines = [f"{'entry':<24}{'arch':<8}{'registers':>10}{'spill bytes':>13}{'ptx':>6}"]
+    lines = [f"{'entry':<32}{'arch':<8}{'registers':>10}{'spill bytes':>13}{'ptx':>6}"]
     for cubin in manifest.cubins:
         lines += [
-            f"{name:<24}{cubin.arch:<8}{entry.registers:>10}"
+            f"{name:<32}{cubin.arch:<8}{entry.registers:>10}"
             f"{entry.spill_stores + entry.spill_loads:>13}{'yes' if cubin.ptx else 'no':>6}"
             for name, entry in sorted(cubin.entries.items())
         ]

@@ -187,8 +187,9 @@ class Gpu:
         return GpuChannel(self._cupy, self._device, buffers, size)
 
     def fill(self, target: DeviceArray, byte: int) -> None:
-        with self._device:
-            target.data.memset_async(byte, target.nbytes, self._stream)
+        if target.nbytes:
+            with self._device:
+                target.data.memset_async(byte, target.nbytes, self._stream)
 
     def products(
         self, left: DeviceArray, right: DeviceArray, out: DeviceArray, *, add: bool = False

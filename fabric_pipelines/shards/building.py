@@ -91,7 +91,8 @@ def build(
     recipe: what made the vectors (engine, engine_fingerprint, weights_sha256, ...); index, code and libraries
     are added here. columns: integer columns that travel beside the vectors. keep_centroids: cut along the
     current generation's centroids, so that untouched blocks stay the files they are. Raises AlreadyRunning
-    while another holder builds, FencingLost when it lost the lease meanwhile, StorageFailed, UsageError."""
+    while another holder builds, FencingLost when it lost the lease meanwhile, StorageFailed, UsageError, SchemaError for
+    what cannot be read and for a filter that does not depend on the row alone."""
     spec = IndexSpec(lists, seed, metric, iterations, lists_per_block)
     source = Source(
         relation=relation,
@@ -100,6 +101,7 @@ def build(
         columns=tuple(sorted(set(columns))),
     )
     store = store_of(db)
+    store.require_fixed_filter(source)
     with holding(store, root, name, disk) as lease:
         folder = shard_folder(root, name)
         sweep(disk, store, folder, lease)

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fabric_pipelines.errors import AlreadyRunning, CorruptionFound, StorageFailed
@@ -36,7 +36,7 @@ class Disk:
             path.mkdir(parents=True, exist_ok=True)
 
     def write_file(self, path: Path, content: bytes | memoryview) -> None:
-        """Create `path` with exactly `content`, durable on return."""
+        """Create `path` with exactly `content`, durable on return; nothing of it stays where that fails."""
         with _reported("write", path):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
@@ -45,6 +45,10 @@ class Disk:
                     rest = rest[os.write(handle, rest) :]
                 os.fsync(handle)
                 written = os.fstat(handle).st_size
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()
+                raise
             finally:
                 os.close(handle)
             assert written == memoryview(content).nbytes, f"{path} has {written} bytes"

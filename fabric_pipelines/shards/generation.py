@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
-from fabric_pipelines.errors import CorruptionFound, UsageError
+from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.shards.blocks import Block, file_sha256
 from fabric_pipelines.shards.disk import Disk, unread
 from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
@@ -72,30 +73,44 @@ def write_generation(
     """Write everything `manifest` lists below the shard's `folder`; returns the generation's folder and how
     many files were linked. `blocks` is by path; one that is only an entry must be in `previous`, unharmed
     (CorruptionFound). hashed: paths in `previous` that the caller found unharmed just now. Nothing is current until
-    the caller publishes it."""
+    the caller publishes it; of an attempt that fails nothing is left, so that a full disk is no fuller."""
     final = folder / manifest.folder_name
     temp = folder / f".{manifest.folder_name}.tmp"
-    disk.make_folder(temp)
     linked = 0
-    for path, block in blocks.items():
-        disk.make_folder((temp / path).parent)
-        old = previous / path if previous else None
-        if old and _is_block(old, block, path in hashed):
-            disk.link_file(old, temp / path)
-            linked += 1
-        elif isinstance(block, FileEntry):
-            raise CorruptionFound(
-                f"{block.label} of the generation before is gone or damaged: build the shard anew"
-            )
-        else:
-            disk.write_file(temp / path, block.content)
-    disk.write_file(temp / FILE_NAME, manifest.to_bytes())
-    for inner in sorted({(temp / path).parent for path in blocks}):
-        disk.sync_folder(inner)
-    disk.sync_folder(temp)
-    disk.rename(temp, final)
-    disk.sync_folder(folder)
+    with _gone_on_failure(disk, temp, final):
+        disk.make_folder(temp)
+        for path, block in blocks.items():
+            disk.make_folder((temp / path).parent)
+            old = previous / path if previous else None
+            if old and _is_block(old, block, path in hashed):
+                disk.link_file(old, temp / path)
+                linked += 1
+            elif isinstance(block, FileEntry):
+                raise CorruptionFound(
+                    f"{block.label} of the generation before is gone or damaged: build the shard anew"
+                )
+            else:
+                disk.write_file(temp / path, block.content)
+        disk.write_file(temp / FILE_NAME, manifest.to_bytes())
+        for inner in sorted({(temp / path).parent for path in blocks}):
+            disk.sync_folder(inner)
+        disk.sync_folder(temp)
+        disk.rename(temp, final)
+        disk.sync_folder(folder)
     return final, linked
+
+
+@contextmanager
+def _gone_on_failure(disk: Disk, *folders: Path) -> Iterator[None]:
+    """Of `folders`, which carry our own token, so that nobody else writes or reads there."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        for folder in folders:
+            with suppress(StorageFailed):  # the next holder of the lease sweeps it
+                if folder.is_dir():
+                    disk.remove_folder(folder)
+        raise
 
 
 def sweep(disk: Disk, store: VectorStore, folder: Path, lease: ShardLease) -> list[str]:

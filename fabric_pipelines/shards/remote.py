@@ -2,10 +2,12 @@
 
     <name>/blocks/<sha256><suffix>     files of all generations, each once, named by their digest
     <name>/g000042-t7.json             the manifest; its digest stands in the pointer
-    <name>/CURRENT                     generation, token and manifest digest of the newest copy
+    <name>/CURRENT                     generation, token and manifest digest of the newest copy, and the database that
+                                       counts them
 
 Everything is there before the pointer says so, and the pointer is written under a condition: of many writers at one
-moment one wins, and a writer with an older fencing token or generation never does. A push looks at every object that
+moment one wins, and a writer with an older fencing token or generation never does. Tokens of two databases say nothing of each other: a copy
+belongs to the one that made it, until it is taken over on purpose. A push looks at every object that
 it relies on, whoever put it there, so it heals what was lost or overwritten; a fetch believes nothing but digests. The row in Postgres stays the truth for this machine; the copy is for others, and for its loss.
 """
 
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.objects import PART_BYTES, Kept, Objects
-from fabric_pipelines.errors import CorruptionFound, FencingLost, StorageFailed
+from fabric_pipelines.errors import CorruptionFound, FencingLost, Refused, StorageFailed
 from fabric_pipelines.shards.blocks import file_sha256
 from fabric_pipelines.shards.building import Beat, holding
 from fabric_pipelines.shards.disk import DISK, Disk, reading
@@ -40,23 +42,33 @@ FETCHED = ".fetch-"
 @dataclass(frozen=True, slots=True)
 class Pointer:
     """Ordered by (token, generation): tokens only grow, and generations do under one. prunes: how often old copies were
-    removed; each time the pointer is written anew, so that a writer who looked before cannot switch any more."""
+    removed; each time the pointer is written anew, so that a writer who looked before cannot switch any more. cluster,
+    database: ids of the database that counts tokens and generations; empty in a pointer of older days."""
 
     generation: int
     token: int
     manifest_sha256: str
     prunes: int = field(default=0, compare=False)
+    cluster: str = field(default="", compare=False)
+    database: str = field(default="", compare=False)
 
     @property
     def rank(self) -> tuple[int, int]:
         return self.token, self.generation
 
+    @property
+    def owner(self) -> tuple[str, str]:
+        return self.cluster, self.database
+
 
 @dataclass(frozen=True, slots=True)
 class Copied:
+    """adopted: one sentence where a copy that named no database, or another one, is this one's from now on."""
+
     pointer: Pointer
     files: int
     bytes: int
+    adopted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +83,44 @@ class PrunedCopy:
 
 
 def push(
-    db: Database | VectorStore, root: Path, name: str, objects: Objects, *, verify: bool = False
+    db: Database | VectorStore,
+    root: Path,
+    name: str,
+    objects: Objects,
+    *,
+    verify: bool = False,
+    take_over: bool = False,
 ) -> Copied:
     """Copy the current generation of shard `name`, or heal its copy: `files` and `bytes` count what was sent, since it was
     missing or other bytes. An object is right when it has the size and the ETag of the file's bytes; one that has another
-    ETag, and with `verify` every one, is read back. Raises CorruptionFound for a damaged file of the generation itself,
+    ETag, and with `verify` every one, is read back. take_over: put it in the place of a copy of another database, or of
+    one that counts as newer. Raises CorruptionFound for a damaged file of the generation itself,
     FencingLost when a newer generation is there or another writer switched the pointer meanwhile, AlreadyRunning while
-    another process works on this copy, Refused by a store that ignores conditions."""
+    another process works on this copy, Refused for a copy of another database and by a store that ignores conditions."""
     store = store_of(db)
     generation = open_generation(store, root, name)
     with (
         holding(store, root, name, copy=_url(objects)) as lease,
         reading(generation.folder),
     ):
-        return _push(generation, name, objects, Beat(store, lease), verify)
+        return _push(generation, objects, store.identity(), Beat(store, lease), verify, take_over)
 
 
-def _push(generation: Generation, name: str, objects: Objects, beat: Beat, verify: bool) -> Copied:
-    pointer = Pointer(generation.number, generation.token, generation.manifest_sha256)
+def _push(
+    generation: Generation,
+    objects: Objects,
+    owner: tuple[str, str],
+    beat: Beat,
+    verify: bool,
+    take_over: bool,
+) -> Copied:
+    name = generation.name
+    pointer = Pointer(generation.number, generation.token, generation.manifest_sha256, 0, *owner)
     before = _pointer(objects, name)
+    adopted = _adopted(objects, name, owner, before and before[0], take_over)
     switched = before is not None and before[0] == pointer  # then the copy may still be damaged
-    if not switched:
-        _require_newer(name, pointer, before and before[0])
+    if not switched and not take_over:
+        _require_newer(objects, name, pointer, before and before[0])
     if before is None:
         objects.require_conditions()
     there = objects.listed(f"{name}/blocks/")
@@ -115,11 +143,40 @@ def _push(generation: Generation, name: str, objects: Objects, beat: Beat, verif
             )
         files, size = files + 1, size + entry.bytes
     sent = _put_manifest(objects, name, generation)
-    if not switched:
-        switch(objects, name, pointer, before)
-    elif sent:
+    if not switched or adopted:
+        _point(objects, name, pointer, before, before[0].prunes if before else 0)
+    if switched and sent:
         files, size = files + 1, size + sent
-    return Copied(pointer, files, size)
+    return Copied(pointer, files, size, adopted)
+
+
+def _adopted(
+    objects: Objects, name: str, owner: tuple[str, str], before: Pointer | None, take_over: bool
+) -> str:
+    """What to say of a copy that names no database, or is taken from one; "" for one's own. Refused for another's."""
+    if before is None or before.owner == owner:
+        return ""
+    url = _url(objects)
+    other = before.owner if before.database else _maker(objects, name, before)
+    theirs = f"database {other[1]} of cluster {other[0]}"
+    if take_over and other[1]:
+        return f"the copy of shard {name!r} at {url} was that of {theirs}; it is this database's from now on"
+    if before.database or other[1] not in ("", owner[1]):
+        raise Refused(
+            f"the copy of shard {name!r} at {url} is that of {theirs}, and this is database {owner[1]} of cluster "
+            f"{owner[0]}: give this one a prefix of its own, or, if the other is gone or was restored here, take the copy "
+            f"over with `fabric receipt push {name} --to {url} --take-over`"
+        )
+    return f"the copy of shard {name!r} at {url} named no database; it is this one's from now on"
+
+
+def _maker(objects: Objects, name: str, pointer: Pointer) -> tuple[str, str]:
+    """What the manifest says of a copy whose pointer names no database."""
+    try:
+        source = _manifest(objects, name, pointer)[0].source
+    except CorruptionFound:  # a push heals it
+        return "", ""
+    return str(source.get("cluster", "")), str(source.get("database", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +235,7 @@ def switch(
     objects: Objects, name: str, pointer: Pointer, before: tuple[Pointer, str] | None
 ) -> None:
     """Let CURRENT say `pointer`, if it still is what was read as `before`. FencingLost otherwise."""
-    _require_newer(name, pointer, before and before[0])
+    _require_newer(objects, name, pointer, before and before[0])
     _point(objects, name, pointer, before, before[0].prunes if before else 0)
 
 
@@ -190,9 +247,10 @@ def _point(
     prunes: int,
 ) -> None:
     fields = asdict(replace(pointer, prunes=prunes))
-    if not prunes:
-        del fields["prunes"]  # as it was written before there were any
-    content = json.dumps(fields, sort_keys=True).encode()
+    # what is not known is left out, as it was written before there were any
+    content = json.dumps(
+        {key: value for key, value in fields.items() if value}, sort_keys=True
+    ).encode()
     key = f"{name}/{POINTER}"
     won = (
         objects.create(key, content) if before is None else objects.replace(key, content, before[1])
@@ -214,8 +272,10 @@ def prune(
 ) -> PrunedCopy:
     """Remove copies of all but the `keep` newest generations of shard `name` and those that are pinned: their manifests,
     then blocks that no kept manifest lists. Whoever pushes meanwhile is refused, and who looked before loses the pointer.
-    Nothing goes where a kept manifest cannot be read (CorruptionFound). StorageFailed when there is no copy."""
+    Nothing goes where a kept manifest cannot be read (CorruptionFound). StorageFailed when there is no copy, Refused for
+    one of another database."""
     store = store_of(db)
+    owner = store.identity()
     foreseen = _old_objects(store, name, objects, keep)[0]
     if dry_run:
         return foreseen
@@ -223,7 +283,8 @@ def prune(
         beat = Beat(store, lease)
         done, before, doomed = _old_objects(store, name, objects, keep)
         if doomed:
-            _point(objects, name, before[0], before, before[0].prunes + 1)
+            mine = replace(before[0], cluster=owner[0], database=owner[1])
+            _point(objects, name, mine, before, before[0].prunes + 1)
         for key in doomed:
             beat()
             objects.remove(key)
@@ -237,6 +298,7 @@ def _old_objects(
     current = _pointer(objects, name)
     if current is None:
         raise StorageFailed(f"there is no copy of shard {name!r} at {_url(objects)}")
+    _adopted(objects, name, store.identity(), current[0], take_over=False)
     sizes = objects.sizes(f"{name}/")
     ranks = {key: rank for key in sizes if (rank := _rank(name, key))}
     older = sorted(rank for rank in ranks.values() if rank <= current[0].rank)
@@ -364,7 +426,10 @@ def _manifest(objects: Objects, name: str, pointer: Pointer) -> tuple[ShardManif
     said = pointer.manifest_sha256  # empty where neither pointer nor database knows it
     if read is None or (said and hashlib.sha256(read[0]).hexdigest() != said):
         what = "is not there" if read is None else f"is not the manifest with sha256 {said[:12]}"
-        raise CorruptionFound(f"s3://{objects.root}/{key} {what}; {_sent_again(objects, name)}")
+        raise CorruptionFound(
+            f"s3://{objects.root}/{key} {what}; {_sent_again(objects, name)}; where that is refused, {POINTER} itself is not "
+            "right: add --take-over"
+        )
     try:
         return ShardManifest.from_json(json.loads(read[0]), key), read[0]
     except (ValueError, AttributeError) as fault:
@@ -379,7 +444,8 @@ def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
     try:
         found = Pointer(**json.loads(read[0]))
         numbers = (found.generation, found.token, found.prunes)
-        if {*map(type, numbers)} != {int} or not isinstance(found.manifest_sha256, str):
+        texts = (found.manifest_sha256, *found.owner)
+        if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
             raise TypeError("its fields are of other types")
     except (ValueError, TypeError) as fault:
         raise CorruptionFound(
@@ -389,12 +455,21 @@ def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
     return found, read[1]
 
 
-def _require_newer(name: str, pointer: Pointer, before: Pointer | None) -> None:
-    if before is not None and before.rank >= pointer.rank:
-        raise FencingLost(
-            f"the copy of shard {name!r} is generation {before.generation} under token {before.token}; "
-            f"generation {pointer.generation} under token {pointer.token} is older"
-        )
+def _require_newer(objects: Objects, name: str, pointer: Pointer, before: Pointer | None) -> None:
+    if before is None or before.rank < pointer.rank:
+        return
+    there, here = (
+        f"generation {item.generation} under token {item.token}" for item in (before, pointer)
+    )
+    if before.rank == pointer.rank:
+        said = f"names manifest {before.manifest_sha256[:12]} as {there}, and here that is {pointer.manifest_sha256[:12]}"
+    else:
+        said = f"is {there}, and {here} is older"
+    raise FencingLost(
+        f"the copy of shard {name!r} at {_url(objects)} {said}: push from where the newest generation is; if this is it, since "
+        "the database was restored or the pointer was overwritten, "
+        f"`fabric receipt push {name} --to {_url(objects)} --take-over` puts it there"
+    )
 
 
 def _key(name: str, entry: FileEntry) -> str:

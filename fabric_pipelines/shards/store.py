@@ -21,11 +21,17 @@ from fabric_pipelines.errors import SchemaError
 
 
 class VectorStore(Protocol):
+    def identity(self) -> tuple[str, str]:
+        """(cluster id, database id): which database this is, among all that there are."""
+
     def read_source(self, source: Source) -> SourceRows:
         """All rows with their state, in one repeatable-read transaction."""
 
     def source_state(self, source: Source) -> SourceState:
         """The state alone, for a check that moves no vectors."""
+
+    def require_fixed_filter(self, source: Source) -> None:
+        """SchemaError for a filter whose answer for a row changes while the row does not."""
 
     def watch(self, source: Source) -> None:
         """From the next snapshot on, every change of the source's rows is kept."""
@@ -122,11 +128,18 @@ class VectorStore(Protocol):
 class PostgresStore:
     database: Database
 
+    def identity(self) -> tuple[str, str]:
+        found = self.database.identity
+        return found.cluster_id, found.database_id
+
     def read_source(self, source: Source) -> SourceRows:
         return sources.read_source(self.database, source)
 
     def source_state(self, source: Source) -> SourceState:
         return sources.source_state(self.database, source)
+
+    def require_fixed_filter(self, source: Source) -> None:
+        staleness.require_fixed_filter(self.database, source)
 
     def watch(self, source: Source) -> None:
         staleness.watch(self.database, source)

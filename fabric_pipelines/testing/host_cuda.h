@@ -7,8 +7,8 @@
 // threads reach, an argument of another size, memory outside an array (guard pages), and what the compiler can trap
 // (misaligned vectors, indices outside fixed arrays, shifts, integer overflow). Shared memory is NaN when a block starts.
 //
-// Not here: races between plain loads and stores of different threads inside one stretch without a barrier are seen only
-// when the opposite order changes the result; products and sums are never fused unless the source says fma.
+// Not here: races between plain loads and stores of different threads inside one stretch without a barrier are seen when the
+// opposite order changes the result, or with HOST_RACES; products and sums are never fused unless the source says fma.
 #pragma once
 #include <csetjmp>
 #include <csignal>
@@ -27,7 +27,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#define FABRIC_HOST_CUDA 1
+#define HOST_CUDA 1
 #define __global__
 #define __device__
 #define __host__
@@ -84,7 +84,7 @@ enum class State { kRunnable, kGaveWay, kCollective, kBarrier, kEnded };
 struct Fiber {
   State state;
   Site site;
-  unsigned mask;
+  unsigned mask, meetings;  // meetings: collectives that it has passed
   uint64_t value, result;
   int argument, width;
 #ifdef HOST_UCONTEXT
@@ -102,7 +102,8 @@ struct Report {
 };
 
 static Fiber fibers[kThreadsMax];
-static unsigned threads, running;
+static unsigned threads, running, barriers;
+static volatile bool in_atomic;
 static bool falling;
 static const char* kernel_name;
 static Report* report;
@@ -201,7 +202,7 @@ inline bool prepare_stacks() {
 inline void prepare(unsigned thread) {
   Fiber& fiber = fibers[thread];
   fiber.state = State::kRunnable;
-  fiber.mask = 0;
+  fiber.mask = 0, fiber.meetings = 0;
   char* low = stacks + thread * (kStack + kGuard) + kGuard;
 #ifdef HOST_UCONTEXT
   getcontext(&fiber.context);
@@ -298,6 +299,7 @@ inline bool pass_barrier() {
     return false;
   }
   for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::kRunnable;
+  ++barriers;
   return true;
 }
 
@@ -320,6 +322,68 @@ inline void run_block() {
     if (!gave_way && !ran && !pass_barrier()) return;
   }
 }
+
+#ifdef HOST_RACES
+// Who touched each value last. Two threads race over a value when one of them writes, not both by atomics, and neither a barrier
+// of their block nor a collective of their warp lies between. One reader a value is remembered, so a race may be missed,
+// but what is reported is one.
+struct Touch {
+  unsigned block, thread, barrier, meeting;
+  bool some, atomic;
+};
+struct Cell {
+  Touch written, read;
+};
+struct Watched {
+  uint64_t low, size, grain, argument;
+  Cell* cells;
+};
+constexpr uint64_t kShared = ~0ull;  // for an argument: a block's own memory
+constexpr unsigned kWatchedMax = 65;
+static Watched watched[kWatchedMax];
+static unsigned watched_count;
+
+__attribute__((no_sanitize("thread"))) inline bool races(const Touch& before, const Touch& now, bool shared) {
+  if (!before.some || (before.block == now.block && before.thread == now.thread)) return false;
+  if (before.atomic && now.atomic) return false;
+  if (before.block != now.block) return !shared;
+  if (before.barrier != now.barrier) return false;
+  return before.thread / kWarp != now.thread / kWarp || before.meeting == now.meeting;
+}
+
+__attribute__((no_sanitize("thread"), noinline)) inline void touched(const void* where, uint64_t size,
+                                                                     bool write, void* from) {
+  const uint64_t at = reinterpret_cast<uint64_t>(where);
+  for (unsigned which = 0; which < watched_count; ++which) {
+    Watched& area = watched[which];
+    if (at < area.low || at >= area.low + area.size) continue;
+    const Fiber& fiber = fibers[running];
+    const Touch now{blockIdx.x, running, barriers, fiber.meetings, true, in_atomic};
+    const bool shared = area.argument == kShared;
+    for (uint64_t cell = (at - area.low) / area.grain; cell <= (at - area.low + size - 1) / area.grain; ++cell) {
+      Cell& own = area.cells[cell];
+      const bool over = races(own.written, now, shared);
+      if (over || (write && races(own.read, now, shared))) {
+        const Touch& other = over ? own.written : own.read;
+        char what[40] = "shared memory, byte";
+        if (!shared) snprintf(what, sizeof what, "argument %u, value", static_cast<unsigned>(area.argument));
+        note("race over %s %llu: thread %u of block %u %s it, thread %u %s it, and nothing lies between", what,
+             static_cast<unsigned long long>(cell), other.thread, other.block, over ? "writes" : "reads", running,
+             write ? "writes" : "reads");
+        Dl_info library;
+        if (dladdr(from, &library)) {
+          report->offset = reinterpret_cast<uint64_t>(from) - 1 - reinterpret_cast<uint64_t>(library.dli_fbase);
+        }
+        report->failed = 1000;
+        give_up();
+      }
+      Touch& last = write ? own.written : own.read;
+      if (write || !last.some || last.block != now.block || last.barrier != now.barrier) last = now;
+    }
+    return;
+  }
+}
+#endif
 
 inline void signalled(int number, siginfo_t* info, void* where) {
   (void)where;
@@ -350,6 +414,11 @@ inline void launch(const char* name, void (*kernel)(), unsigned blocks, unsigned
   anchor = 1;
   std::pair<void*, size_t> shared{nullptr, 0};
   dl_iterate_phdr(find_shared, &shared);
+  barriers = 0, in_atomic = false;
+#ifdef HOST_RACES
+  watched[watched_count++] = {reinterpret_cast<uint64_t>(shared.first), shared.second, 1, kShared,
+                              static_cast<Cell*>(calloc(shared.second, sizeof(Cell)))};
+#endif
 
   static char alternate[1 << 16];
   const stack_t handler_stack{alternate, 0, sizeof alternate};
@@ -393,6 +462,7 @@ inline uint64_t meet(unsigned mask, Site site, uint64_t value, int argument, int
   }
   if (!whole) {
     leave();
+    ++own.meetings;
     return own.result;
   }
   for (unsigned lane = 0; lane < kWarp; ++lane) {
@@ -401,6 +471,7 @@ inline uint64_t meet(unsigned mask, Site site, uint64_t value, int argument, int
     fibers[first + lane].state = State::kRunnable;
   }
   if (report->failed) give_up();
+  ++own.meetings;
   return own.result;
 }
 
@@ -447,7 +518,7 @@ inline T reduce(unsigned mask, T value, Site site, Fold fold) {
   }));
 }
 
-// Threads meet between an atomic and what follows, in one of the two orders: that is where updates get lost.
+// Others run before an atomic and after it, in one of the two orders: that is where updates get lost and swaps fail.
 inline void give_way() {
   if (!falling) return;
   fibers[running].state = State::kGaveWay;
@@ -456,8 +527,11 @@ inline void give_way() {
 
 template <typename T, typename New>
 inline T exchange(T* address, New fresh) {
+  give_way();
+  in_atomic = true;
   const T before = *address;
   *address = static_cast<T>(fresh(before));
+  in_atomic = false;
   give_way();
   return before;
 }
@@ -506,6 +580,45 @@ struct Call<void (*)(A...)> {
     host::arguments = arguments;                                                                   \
     host::launch(#NAME, &host::Call<decltype(&NAME)>::go<&NAME>, blocks, threads, falling, out);   \
   }
+
+#ifdef HOST_RACES
+// What -fsanitize=thread calls for each load and store; its own library knows threads, not fibers, and is not linked.
+#define HOST_TOUCH(NAME, SIZE, WRITE)                                                              \
+  extern "C" __attribute__((no_sanitize("thread"), noinline, used)) void NAME(void* where) {       \
+    host::touched(where, SIZE, WRITE, __builtin_return_address(0));                                \
+  }
+HOST_TOUCH(__tsan_read1, 1, false)
+HOST_TOUCH(__tsan_read2, 2, false)
+HOST_TOUCH(__tsan_read4, 4, false)
+HOST_TOUCH(__tsan_read8, 8, false)
+HOST_TOUCH(__tsan_read16, 16, false)
+HOST_TOUCH(__tsan_write1, 1, true)
+HOST_TOUCH(__tsan_write2, 2, true)
+HOST_TOUCH(__tsan_write4, 4, true)
+HOST_TOUCH(__tsan_write8, 8, true)
+HOST_TOUCH(__tsan_write16, 16, true)
+extern "C" {
+__attribute__((no_sanitize("thread"), noinline, used)) void __tsan_read_range(void* where, unsigned long size) {
+  host::touched(where, size, false, __builtin_return_address(0));
+}
+__attribute__((no_sanitize("thread"), noinline, used)) void __tsan_write_range(void* where, unsigned long size) {
+  host::touched(where, size, true, __builtin_return_address(0));
+}
+__attribute__((used)) void __tsan_init() {}
+__attribute__((used)) void __tsan_func_entry(void*) {}
+__attribute__((used)) void __tsan_func_exit() {}
+// Four numbers an array: where it starts, its bytes, the bytes of one value, which argument it is.
+__attribute__((visibility("default"))) void host_watch(const uint64_t* areas, unsigned count) {
+  for (unsigned old = 0; old < host::watched_count; ++old) free(host::watched[old].cells);
+  host::watched_count = count;
+  for (unsigned area = 0; area < count; ++area) {
+    const uint64_t* own = areas + 4 * area;
+    host::watched[area] = {own[0], own[1], own[2], own[3],
+                           static_cast<host::Cell*>(calloc(own[1] / own[2] + 1, sizeof(host::Cell)))};
+  }
+}
+}
+#endif
 
 #define HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define HOST_AT(NAME) host::Site { NAME, file, line }

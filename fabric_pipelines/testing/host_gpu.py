@@ -34,18 +34,25 @@ from fabric_pipelines.errors import CheckFailed, DeviceRefused, MissingDependenc
 HEADER = Path(__file__).with_name("host_cuda.h")
 # No sanitiser's library: it would have to be loaded before Python. Traps need none, guard pages find what is outside.
 FLAGS = (
-    "-x", "c++", "-std=c++17", "-O1", "-g", "-w", "-fPIC", "-shared", "-march=native", "-ffp-contract=off",
+    "-x", "c++", "-std=c++17", "-O1", "-g1", "-w", "-fPIC", "-shared", "-march=native", "-ffp-contract=off",
     "-fno-strict-aliasing", "-fno-exceptions", "-fno-threadsafe-statics", "-fno-gnu-unique",
     "-fvisibility=hidden", "-ftrivial-auto-var-init=pattern",
     "-fsanitize=bounds,alignment,shift,signed-integer-overflow,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
 )  # fmt: skip
+RACES = ("-fsanitize=thread", "-DHOST_RACES")
 ENTRY = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\("
 )
 GUARD_BYTES = 64 << 20  # never touched, so they cost addresses only
 MULTIPROCESSORS = 2
-UNORDERED = ("flat_take_cosine", "flat_take_l2", "csr_select_insert")
+UNORDERED = (
+    "flat_take_cosine",
+    "flat_take_l2",
+    "csr_select_insert",
+    "knn_graph_hook_32",
+    "knn_graph_hook_64",
+)
 _ONE_AT_A_TIME = threading.Lock()  # threadIdx and its kin are variables of the library
 
 
@@ -101,7 +108,9 @@ class _Pages:
 
 class HostGpu:
     """sources: folder of the .cu files; build: folder for what is compiled from them, shared by processes.
-    unordered: kernels whose output may come in any order, by their contract: each launch takes the other order."""
+    unordered: kernels whose output may come in any order, by their contract: each launch takes the other order.
+    races: refuse a launch in which two threads touch a value, one of them writes it, and nothing orders them; some 10 times
+    as slow, and not asked of `unordered` kernels, whose plain loads may see what atomics write."""
 
     name = "host stand-in (no card)"
     address = "host-0"
@@ -112,10 +121,12 @@ class HostGpu:
         build: Path,
         *,
         unordered: Sequence[str] = UNORDERED,
+        races: bool = False,
     ) -> None:
         self._compiler = compiler()
         self._sources, self._build, self._unordered = sources, build, frozenset(unordered)
         self._libraries: dict[str, ctypes.CDLL] = {}
+        self._races = races
         self._pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
         self.launches: Counter[str] = Counter()
 
@@ -242,6 +253,9 @@ class HostGpu:
         places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
         report = _Report()
         with _ONE_AT_A_TIME:
+            if self._races:
+                areas = [] if symbol in self._unordered else _areas(arguments)
+                library.host_watch((ctypes.c_uint64 * len(areas))(*areas), len(areas) // 4)
             getattr(library, f"host_launch_{symbol}")(
                 ctypes.c_uint(blocks), ctypes.c_uint(THREADS), places, int(falling), ctypes.byref(report)
             )  # fmt: skip
@@ -286,8 +300,9 @@ class HostGpu:
         source = self._sources / f"{family}.cu"
         texts = [HEADER, source, *sorted(self._sources.glob("include/*.cuh"))]
         digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in texts))
-        digest.update(" ".join(FLAGS).encode())
-        target = self._build / f"{family}-{digest.hexdigest()[:16]}.so"
+        digest.update(" ".join((*FLAGS, *RACES)).encode())
+        kind = "races-" if self._races else ""
+        target = self._build / f"{family}-{kind}{digest.hexdigest()[:16]}.so"
         with _locked(self._build / f"{family}.lock"):
             if not target.exists():
                 self._compile(source, target)
@@ -301,7 +316,15 @@ class HostGpu:
         lines = [f'#include "{HEADER}"', f'#include "{source.resolve()}"']
         unit.write_text("\n".join([*lines, *(f"HOST_ENTRY({name})" for name in names)]) + "\n")
         fresh = target.with_suffix(".part")
-        _call([self._compiler, *FLAGS, include, str(unit), "-o", str(fresh), "-ldl"])
+        if self._races:  # linked by itself, without the sanitiser's own library
+            piece = target.with_suffix(".o")
+            flags = [flag for flag in FLAGS if flag != "-shared"]
+            _call([self._compiler, *flags, *RACES, "-c", include, str(unit), "-o", str(piece)])
+            _call(
+                [self._compiler, "-shared", "-Wl,-Bsymbolic", str(piece), "-o", str(fresh), "-ldl"]
+            )
+        else:
+            _call([self._compiler, *FLAGS, include, str(unit), "-o", str(fresh), "-ldl"])
         fresh.rename(target)
 
 
@@ -345,6 +368,16 @@ def _as_argument(item: Any) -> Any:
     if isinstance(item, bool):
         raise TypeError("kernels take no booleans")
     return ctypes.c_double(item) if isinstance(item, float) else ctypes.c_int64(int(item))
+
+
+def _areas(arguments: Sequence[Any]) -> list[int]:
+    """As host_watch takes them."""
+    return [
+        part
+        for number, item in enumerate(arguments)
+        if isinstance(item, np.ndarray)
+        for part in (item.ctypes.data, item.nbytes, item.itemsize, number)
+    ]
 
 
 def _in_words(item: Any) -> str:

@@ -37,6 +37,10 @@ class MemoryVectorStore:
         self.pruned = 0
         self.audits: dict[tuple[str, int], tuple[int, list[npt.NDArray[np.int64]]]] = {}
         self.reads = 0
+        self.database = ("1", "memory")
+
+    def identity(self) -> tuple[str, str]:
+        return self.database
 
     def put(self, ids: npt.NDArray[np.int64], vectors: npt.NDArray[Any]) -> None:
         """Insert or replace rows; kept as float16, as the landing tables do."""
@@ -68,6 +72,9 @@ class MemoryVectorStore:
 
     def source_state(self, source: Source) -> SourceState:
         return self.read_source(source).state
+
+    def require_fixed_filter(self, source: Source) -> None:
+        """No SQL here that could read a clock."""
 
     def watch(self, source: Source) -> None:
         """Every change is kept from the first one on."""
@@ -342,8 +349,8 @@ class MemoryVectorStore:
         kinds = {source.id_column: "bigint", source.vector_column: "halfvec"}
         return SourceState(
             source=source,
-            cluster_id="1",
-            database_id="memory",
+            cluster_id=self.database[0],
+            database_id=self.database[1],
             relation_oid=1,
             columns={**kinds, **dict.fromkeys(source.columns, "bigint")},
             encoding="halfvec",

@@ -43,7 +43,8 @@ class AtOnce:
     )
     profile = Profile(1024, 16_384, 4_312_288, 131_072)  # of the H200 in docs/benchmarks/feeding.md
 
-    def __init__(self) -> None:
+    def __init__(self, a_turn: int, turn_s: float) -> None:
+        self._a_turn, self._turn_s = a_turn, turn_s
         self.stats = EngineStats()
         self._outbox = Outbox(NAME, FINGERPRINT)
         self._held: list[Task] = []
@@ -52,8 +53,8 @@ class AtOnce:
         self._held.extend(tasks_of(lease))
 
     def poll(self, timeout_s: float) -> list[pa.RecordBatch]:
-        time.sleep(TURN_S)
-        ended, self._held = self._held[:A_TURN], self._held[A_TURN:]
+        time.sleep(self._turn_s)
+        ended, self._held = self._held[: self._a_turn], self._held[self._a_turn :]
         for task in ended:
             outcome = Outcome(
                 task, "ok", "length", output=np.arange(task.max_new_tokens, dtype=np.uint32)
@@ -73,11 +74,17 @@ class AtOnce:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", type=int, default=170_000)
+    parser.add_argument("--a-turn", type=int, default=A_TURN, help="answers at once")
+    parser.add_argument("--turn-s", type=float, default=TURN_S, help="pause before them")
+    parser.add_argument("--inside", type=Path, help="file for what the broker's memory is made of")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="fabric-") as folder, ExitStack() as stack:
         home = Path(folder)
         server = stack.enter_context(behind.postgres(home / "pg"))
-        endpoint = stack.enter_context(behind.broker(home / "broker"))
+        program = ["-m", "fabric_pipelines.broker"]
+        if given.inside is not None:
+            program = ["-m", "tests.bench.broker_inside", str(given.inside.resolve())]
+        endpoint = stack.enter_context(behind.broker(home / "broker", program))
         watcher = stack.enter_context(BrokerClient(endpoint, role="producer"))
         stack.enter_context(behind.completion(home / "broker", behind.database(server, "held")))
         stack.enter_context(producing(endpoint, NAME))
@@ -102,7 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 loop.request_stop()
 
         loop = WorkerLoop(
-            AtOnce(), client, device="cuda:0", wait=time.sleep, tell=turn, pace=Pace()
+            AtOnce(given.a_turn, given.turn_s),
+            client,
+            device="cuda:0",
+            wait=time.sleep,
+            tell=turn,
+            pace=Pace(),
         )
         loop.run()
     return 0

@@ -2,7 +2,7 @@
 
     python -m tests.bench.vllm_session_on_cuda --out FOLDER --landed-s 600
 
-In order: what the rate hangs on (levers_on_cuda), the fabric against the engine fed directly
+In order: a client of request and response (request_response), what the rate hangs on (levers_on_cuda), the fabric against the engine fed directly
 (fabric_pipelines.bench.supply, landed in Postgres), a long run of steady supply (soak_on_cuda), arrival order against the
 broker's (prefixes_on_cuda); where asked, products in fp8. One JSON object a line in FOLDER/session.jsonl. A part that fails says so there
 and the next one runs. --landed-s: seconds that the sides of the second part may take together; so many tasks are drawn (at most
@@ -31,6 +31,7 @@ from tests.bench import (
     fp8_products_on_cuda,
     levers_on_cuda,
     prefixes_on_cuda,
+    request_response,
     soak_on_cuda,
     vllm_inside,
 )
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefix-sequences", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--cache-tokens", type=int, default=80_000)
-    parser.add_argument("--parts", default="levers,landed,soak,prefixes")
+    parser.add_argument("--parts", default="client,levers,landed,soak,prefixes")
     given = parser.parse_args(argv)
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -109,9 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         group = sequences // 32
         rates: dict[Lever, float] = {}
 
+        def client() -> None:
+            request_response.vllm_rows(engine, SETTLE_S, COUNT_S, say)
+
         def levers() -> None:
-            # Steps ahead only grow: what was scheduled further ahead cannot be taken back.
+            # The client's next step first: some requests always wait at the engine. Then steps ahead, which only grow:
+            # what was scheduled further ahead cannot be taken back.
             rows = [
+                Lever(sequences, step_tokens),
                 Lever(sequences, step_tokens, group, traced=True),
                 Lever(sequences, step_tokens, group, whole_answers=True),
                 Lever(sequences, step_tokens, group, ahead=2, whole_answers=True, traced=True),
@@ -126,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             rows = [
                 row
-                for row in rows
+                for row in dict.fromkeys(rows)
                 if row.ahead <= given.steps_ahead
                 and (given.steps_ahead > 1 or not row.whole_answers)
             ]
@@ -160,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in fp8_products_on_cuda.measure():
                 say({"table": "products", **row})
 
+        if "client" in parts:
+            part(say, "client", client)
         if "levers" in parts:
             part(say, "levers", levers)
         best = max(

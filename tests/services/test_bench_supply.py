@@ -9,6 +9,8 @@ import pytest
 from fabric_pipelines.bench.supply import Side, draw_mix, measure, ratios, run_fabric
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.records.profile import Profile
+from fabric_pipelines.testing.scripted_engine import ScriptedEngine
+from tests.bench import request_response
 from tests.unit.engines.vllm_over_standin import VllmOverStandin
 
 
@@ -72,3 +74,17 @@ def test_a_ratio_is_the_fabric_over_the_direct_side_of_its_round() -> None:
     sides = [side("direct", 1.0), side("fabric", 2.0), side("fabric", 2.0), side("direct", 2.0)]
     assert ratios(sides) == [0.5, 1.0]
     assert sides[0].total_rate == 200
+
+
+def test_the_ablation_ends_with_the_same_list_through_a_broker(tmp_path: Path) -> None:
+    engine = ScriptedEngine(name="scripted@scripted", continuous=True, finish_per_poll=4)
+    engine.open()
+    requests = request_response.small_mix(40, engine.vocab_size)
+    told = [
+        request_response.row(engine, requests, way, tmp_path / "h")
+        for way in ("3", "supplied", "fabric")
+    ]
+    assert [one["way"] for one in told] == ["client, 3 connections", "supplied", "fabric"]
+    assert [one["answers"] for one in told] == [40] * 3
+    assert {one["computed_tokens"] for one in told} == {one["offered_tokens"] for one in told}
+    assert len({one["generated_tokens"] for one in told}) == 1

@@ -150,6 +150,107 @@ def test_an_older_generation_never_goes_over_a_newer_copy(
         remote.push(built, tmp_path, "notes", objects)
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> tuple[MemoryVectorStore, Path]:
+    """A shard of the same name in another database, three generations on."""
+    other, root = MemoryVectorStore(), tmp_path / "other"
+    root.mkdir()
+    other.database = ("2", "somebody's")
+    other.put(np.arange(ROWS), np.random.default_rng(5).standard_normal((ROWS, DIM)))
+    shards.build(other, root, "notes", lists=4, seed=0, metric="l2", recipe={})
+    for row in (1, 2):
+        move(other, root, row)
+    return other, root
+
+
+def raw(objects: Objects) -> dict[str, Any]:
+    read = objects.read("notes/CURRENT")
+    assert read is not None
+    found: dict[str, Any] = json.loads(read[0])
+    return found
+
+
+def point(objects: Objects, **fields: object) -> None:
+    objects._files.pipe_file(f"{objects.root}/notes/CURRENT", json.dumps(fields).encode())
+
+
+def without_names(objects: Objects) -> None:
+    """The pointer as it was written before it named a database."""
+    kept = raw(objects)
+    point(objects, **{name: kept[name] for name in ("generation", "token", "manifest_sha256")})
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "of older days"])
+def test_a_copy_of_another_database_is_taken_over_on_purpose_only(
+    built: MemoryVectorStore,
+    objects: Objects,
+    tmp_path: Path,
+    elsewhere: tuple[MemoryVectorStore, Path],
+    named: bool,
+) -> None:
+    """Tokens of two databases say nothing of each other: the third generation of one is no newer than the first of another."""
+    first = remote.push(built, tmp_path, "notes", objects)
+    if not named:
+        without_names(objects)
+    before = keys(objects), raw(objects)
+    says = (
+        r"is that of database memory of cluster 1, and this is database somebody's of cluster 2: .*"
+        r"a prefix of its own.*--take-over"
+    )
+    with pytest.raises(Refused, match=says):
+        remote.push(*elsewhere, "notes", objects)
+    for dry_run in (True, False):
+        with pytest.raises(Refused, match=says):
+            remote.prune(*elsewhere, "notes", objects, keep=1, dry_run=dry_run)
+    assert (keys(objects), raw(objects)) == before
+    taken = remote.push(*elsewhere, "notes", objects, take_over=True)
+    assert "was that of database memory of cluster 1; it is this database's" in taken.adopted
+    assert (raw(objects)["cluster"], raw(objects)["database"]) == ("2", "somebody's")
+    fetched = remote.fetch(objects, tmp_path / "fetched", "notes")
+    assert (fetched.number, list(damaged_files(fetched))) == (3, [])
+    move(built, tmp_path, 3)
+    with pytest.raises(Refused, match="is that of database somebody's"):
+        remote.push(built, tmp_path, "notes", objects)
+    back = remote.push(built, tmp_path, "notes", objects, take_over=True)
+    assert (back.pointer.generation, first.adopted) == (2, "")
+    assert list(damaged_files(remote.fetch(objects, tmp_path / "back", "notes"))) == []
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["a newer one", "the same"])
+def test_a_pointer_of_older_days_is_adopted_once_and_says_so(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path, moved: bool
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    without_names(objects)
+    if moved:
+        move(built, tmp_path, 3)
+    adopted = remote.push(built, tmp_path, "notes", objects)
+    assert "named no database; it is this one's from now on" in adopted.adopted
+    assert (raw(objects)["cluster"], raw(objects)["database"]) == ("1", "memory")
+    assert remote.push(built, tmp_path, "notes", objects).adopted == ""
+
+
+def test_a_pointer_that_no_push_replaces_says_what_does(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    for generation, says in (
+        (1, "names manifest 000000000000 as generation 1 under token 1, and here that is "),
+        (900, "is generation 900 under token 900, and generation 1 under token 1 is older"),
+    ):
+        point(objects, generation=generation, token=generation, manifest_sha256="0" * 64)
+        with pytest.raises(
+            CorruptionFound, match=r"--verify` .* where that is refused.* add --take-over"
+        ):
+            remote.fetch(objects, tmp_path / "fetched", "notes")
+        with pytest.raises(
+            FencingLost, match=f"{says}.*push notes --to s3://.* --take-over` puts it there"
+        ):
+            remote.push(built, tmp_path, "notes", objects, verify=True)
+        remote.push(built, tmp_path, "notes", objects, take_over=True)
+        assert remote.fetch(objects, tmp_path / "fetched", "notes").number == 1
+
+
 def test_a_crash_before_the_pointer_leaves_the_old_copy_current(
     built: MemoryVectorStore, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,6 +629,10 @@ def test_the_commands_push_and_fetch(
     sent = said("push", "verses", "--to", url)
     assert (sent["generation"], int(str(sent["files_sent"])) > 5) == (1, True)
     assert said("push", "verses", "--to", url)["bytes_sent"] == 0
+    objects._files.pipe_file(
+        f"{objects.root}/verses/CURRENT", b'{"generation": 9, "token": 9, "manifest_sha256": "0"}'
+    )
+    assert "adopted" in said("push", "verses", "--to", url, "--take-over")
     assert said("fetch", "verses", "--from", url, "--out", out)["rows"] == ROWS
     shards.build(database, root, "verses", lists=3, seed=1, metric="cosine", recipe={})
     said("push", "verses", "--to", url)

@@ -15,6 +15,7 @@ import pytest
 
 from fabric_pipelines import shards
 from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 
 NOBODY = 65534
@@ -36,8 +37,8 @@ def open_root() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def build(store: MemoryVectorStore, root: Path) -> shards.Generation:
-    return shards.build(store, root, "notes", lists=2, seed=0, metric="l2", recipe={})
+def build(store: MemoryVectorStore, root: Path, disk: Disk = DISK) -> shards.Generation:
+    return shards.build(store, root, "notes", lists=2, seed=0, metric="l2", recipe={}, disk=disk)
 
 
 @contextmanager
@@ -90,3 +91,44 @@ def test_a_folder_that_this_user_may_not_write_is_one_sentence(
         build(store, open_root)
     with as_nobody():
         assert shards.scrub(store, open_root, "notes").ok
+
+
+def test_a_refresh_that_finds_the_disk_full_leaves_it_as_it_was(
+    store: MemoryVectorStore, tmp_path: Path
+) -> None:
+    """On a disk of its own in k2's story; here the kernel cuts off a write, with some files whole already."""
+    build(store, tmp_path)
+    folder = tmp_path / "notes"
+
+    def there() -> dict[str, int]:
+        return {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+
+    before = there()
+    store.put(np.arange(200), np.random.default_rng(1).standard_normal((200, 64)))
+    for attempt in (
+        lambda: build(store, tmp_path),
+        lambda: shards.refresh(store, tmp_path, "notes"),
+    ):
+        with file_size_limit(20_000), pytest.raises(StorageFailed, match="size limit"):
+            attempt()
+        assert there() == before
+        assert [path.name for path in folder.iterdir() if path.is_dir()] == ["g000001-t1"]
+    assert shards.refresh(store, tmp_path, "notes").generation.number == 2
+
+
+def test_a_generation_whose_folder_cannot_be_made_durable_goes_again(
+    store: MemoryVectorStore, tmp_path: Path
+) -> None:
+    class NoFsync(Disk):
+        def sync_folder(self, path: Path) -> None:
+            if (path / "g000001-t1").exists():
+                raise StorageFailed("no fsync of the folder")
+            super().sync_folder(path)
+
+    with pytest.raises(StorageFailed, match="no fsync"):
+        build(store, tmp_path, disk=NoFsync())
+    assert [path.name for path in (tmp_path / "notes").iterdir() if path.is_dir()] == []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
@@ -402,3 +403,32 @@ def test_help_is_instant_and_loads_no_heavy_package() -> None:
     seconds, heavy = done.stderr.strip().split(" ", 1)
     assert heavy == "[]"
     assert float(seconds) < 1.0
+
+
+def _float_options() -> list[tuple[tuple[str, ...], str]]:
+    """Every option of every command that takes a number with a fraction: (command, option)."""
+    found = []
+
+    def look(command: Any, path: tuple[str, ...]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            look(inner, (*path, name))
+        if not hasattr(command, "commands"):
+            hints = get_type_hints(inspect.unwrap(command.callback))
+            named = {param.name: param.opts[0] for param in command.params}
+            found.extend(
+                (path, named[name]) for name, kind in hints.items() if kind in (float, float | None)
+            )
+
+    look(get_command(cli.app), ())
+    return found
+
+
+def test_no_option_takes_what_is_no_number_or_has_no_end_or_is_below_nothing() -> None:
+    """`fabric receipt stale --wait nan` never came back: nan is below no bound and above none."""
+    options = [item for item in _float_options() if item[1] != "--aim"]  # refused by name later
+    assert (("receipt", "stale"), "--wait") in options
+    for path, option in options:
+        for value in ("nan", "inf", "-inf", "-1", "1e400"):
+            refused = CliRunner().invoke(cli.app, [*path, option, value])
+            assert refused.exit_code == 2, (path, option, value)
+            assert f"Invalid value for '{option}'" in re.sub(r"[│\s]+", " ", refused.stderr)

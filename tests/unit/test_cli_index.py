@@ -80,6 +80,7 @@ def test_a_shard_brings_its_rows_and_its_metric(
         (["index", "build", "one", "--file", "rows.parquet", "--vector-column", "id"], "not a list"),
         (["index", "build", "one", "--file", "rows.parquet", "--bits", "2"], "has no bits"),
         (["index", "build", "home", "--file", "rows.parquet", "--aim", "2"], "aim is 2"),
+        (["index", "build", "home", "--file", "rows.parquet", "--aim", "nan"], "aim is nan"),
         (["search", "one", "--like", "3"], "no index in one"),
         (["search", "there"], "--like ID, or --queries FILE"),
         (["search", "there", "--like", "3"], "no row 3"),

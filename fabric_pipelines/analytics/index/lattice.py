@@ -83,6 +83,9 @@ class CodeLists:
     def __len__(self) -> int:
         return len(self._lists)
 
+    def __getitem__(self, number: int) -> CodeList:
+        return self._lists[number]
+
     def sizes(self) -> Ids:
         return np.array([len(one.slots) for one in self._lists], np.int64)
 
@@ -120,7 +123,7 @@ class CodeLists:
         """Query numbers (in asked.open) and slots of the k rows of least score in the lists `probes` [o, p], all
         that tie with the last of them included. apart [o, p]: squared distances to the lists' centroids."""
         found = Shortlist(len(asked.open), k, np.zeros(len(asked.open)))
-        rounded = self._rounded(asked.working)
+        rounded = self.rounded(asked.working)
         apart = apart.astype(rounded.unit.dtype)
 
         def one_query(number: int) -> None:
@@ -194,7 +197,8 @@ class CodeLists:
         constant = square + 2 * factor * (centres * values).sum(axis=1)
         return codes, (-2 * factor).astype(rows.dtype), constant.astype(rows.dtype)
 
-    def _rounded(self, working: Floats) -> Rounded:
+    def rounded(self, working: Floats) -> Rounded:
+        """Queries [o, d] in working space, as they are multiplied with codes."""
         turned = self._rotation(working)
         most = np.abs(turned).max(axis=1, initial=0.0)
         width = min(turned.shape[1], DIMS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Twin of the kernel sums (F11): Gaussian weights of all pairs of one cluster, by the definitions."""
+"""Twin of cuda/gauss_tile.cu (F11): Gaussian weights of all pairs of one cluster, by the definitions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F64
-from fabric_pipelines.analytics.reference.pair_tile import nearest
+from fabric_pipelines.analytics.csr import F32, F64, I64
+from fabric_pipelines.analytics.reference.pair_tile import distances, nearest
 
 
 class GaussTwin(NamedTuple):
@@ -15,6 +15,33 @@ class GaussTwin(NamedTuple):
     pair_entropy: float
     density_modes: int
     heat_capacity: float
+
+
+class GaussRows(NamedTuple):
+    """Per row, with E = d^2 / 2 over the others: log_density = ln sum exp(-E / T); energy and energy2: mean of E and of E^2
+    under these weights. NaN for rows without others."""
+
+    log_density: F64
+    energy: F64
+    energy2: F64
+
+
+def gauss_rows(rows: F32, indptr: I64, temperature: F64) -> GaussRows:
+    """rows f32 [n, d], cluster c in indptr[c]:indptr[c+1]; temperature f64 [K], above 0."""
+    out = np.full((3, len(rows)), np.nan)
+    for start, stop, heat in zip(indptr[:-1], indptr[1:], temperature, strict=True):
+        if stop - start < 2:
+            continue
+        energy = distances(rows[start:stop].astype(np.float64)) ** 2 / 2
+        exponent = -energy / heat
+        np.fill_diagonal(exponent, -np.inf)
+        top = exponent.max(axis=1, keepdims=True)
+        weight = np.exp(exponent - top)
+        total = weight.sum(axis=1)
+        out[0, start:stop] = np.log(total) + top[:, 0]
+        out[1, start:stop] = (weight * energy).sum(axis=1) / total
+        out[2, start:stop] = (weight * energy**2).sum(axis=1) / total
+    return GaussRows(*out)
 
 
 def gauss_tile(apart: F64, temperature: float) -> GaussTwin:

@@ -1,12 +1,13 @@
-"""Twin of the pairs (F9): every distance of one cluster as a sum of squared differences, then a plain sort."""
+"""Twin of cuda/pair_tile.cu (F9): every distance of one cluster as a sum of squared differences, then a plain sort."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F64, I64
+from fabric_pipelines.analytics.csr import F32, F64, I64
 
 
 class PairTwin(NamedTuple):
@@ -16,6 +17,44 @@ class PairTwin(NamedTuple):
     intrinsic_dimension: float
     kernel_temperature: float
     diameter: float
+
+
+class PairRows(NamedTuple):
+    """Per row: total and total2 f64 of distances and their squares, greatest2; place int64 [n, k] of the nearest in the cluster
+    (-1 beyond the last), and their distances (NaN there)."""
+
+    total: F64
+    total2: F64
+    greatest2: F64
+    place: I64
+    distance: F64
+
+
+def centred(rows: F32, weight: F64, place: I64, indptr: I64, centre: F64) -> F32:
+    """Twin of pair_tile_rows: f32 [len(place), d] of weight x row - centre of the cluster; a row of weight 0 is 0."""
+    kept = weight[place] != 0
+    wide = np.where(kept[:, None], rows[place], 0).astype(np.float64) * weight[place][:, None]
+    wide -= centre[np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))]
+    wide[~kept] = 0
+    return wide.astype(np.float32)
+
+
+def pair_rows(rows: F32, indptr: I64, k: int) -> PairRows:
+    """rows f32 [n, d], cluster c in indptr[c]:indptr[c+1]."""
+    count = len(rows)
+    total, total2, greatest2 = np.zeros((3, count))
+    place = np.full((count, k), -1)
+    distance = np.full((count, k), np.nan)
+    for start, stop in pairwise(indptr):
+        own, found = slice(start, stop), min(k, stop - start - 1)
+        apart = distances(rows[own].astype(np.float64))
+        if stop - start:
+            total[own], total2[own] = apart.sum(axis=1), (apart**2).sum(axis=1)
+            greatest2[own] = (apart**2).max(axis=1)
+        if found > 0:
+            place[own, :found] = nearest(apart, found)
+            distance[own, :found] = np.take_along_axis(apart, place[own, :found], axis=1)
+    return PairRows(total, total2, greatest2, place, distance)
 
 
 def distances(rows: F64) -> F64:

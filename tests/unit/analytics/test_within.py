@@ -11,6 +11,7 @@ from fabric_pipelines.analytics.csr import Csr, group
 from fabric_pipelines.analytics.health import METRICS, Status
 from fabric_pipelines.analytics.metrics_within import WITHIN
 from fabric_pipelines.analytics.plan import PASSES
+from fabric_pipelines.analytics.threads import ONE_THREAD
 from fabric_pipelines.errors import UsageError
 from tests.unit.analytics.edges import store, table, value
 
@@ -214,3 +215,16 @@ def test_measuring_leaves_the_threads_of_the_library_as_they_were() -> None:
         sizes = [found.clusters for found in pool.map(lambda _: table(csr), range(8))]
     assert sizes == [2] * 8
     assert blas() == before
+
+
+def test_whoever_is_the_last_to_need_one_thread_restores_the_library_for_all() -> None:
+    def blas() -> list[int]:
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    before, (first, last) = blas(), (ThreadPoolExecutor(1), ThreadPoolExecutor(1))
+    for _ in range(3):
+        for thread in (first, last):
+            thread.submit(ONE_THREAD.__enter__).result()
+        for thread in (first, last):
+            thread.submit(ONE_THREAD.__exit__).result()
+        assert blas() == before

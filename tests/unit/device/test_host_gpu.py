@@ -58,6 +58,11 @@ extern "C" __global__ void lost_updates(int* count) {
   const int before = atomicAdd(count, 0);
   *count = before + 1;
 }
+extern "C" __global__ void unordered_flag(int* flag, int* out) {
+  if (threadIdx.x == 40) *flag = 1;
+  out[threadIdx.x] = threadIdx.x == 200 && *flag > 100;
+}
+extern "C" __global__ void plain_count(int* count) { *count += 1; }
 extern "C" __global__ void counted(int* count) { atomicAdd(count, 1); }
 extern "C" __global__ void before_the_start(float* out) { out[-1] = 0.0f; }
 """
@@ -75,14 +80,15 @@ def _compiler() -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Planted:
-    """A card whose family has a fault: its source with one text replaced."""
+    """A card whose family, or what it includes, has a fault: its source with one text replaced."""
 
     def plant(family: str, right: str, wrong: str) -> HostGpu:
         sources = tmp_path / "cuda"
         shutil.copytree(CUDA, sources)
-        text = (CUDA / f"{family}.cu").read_text()
+        name = family if "." in family else f"{family}.cu"
+        text = (CUDA / name).read_text()
         assert text.count(right) == 1
-        (sources / f"{family}.cu").write_text(text.replace(right, wrong))
+        (sources / name).write_text(text.replace(right, wrong))
         return HostGpu(sources, BUILD)
 
     return plant
@@ -115,6 +121,30 @@ def test_dimensions_dropped_past_128_make_the_health_table_corrupt(
         )  # fmt: skip
         assert (table.readings["rms_radius"].status == Status.CORRUPT).all() == corrupt
         assert (len(table.breaches) > 0) == corrupt
+
+
+@pytest.mark.parametrize(
+    ("metric", "passes"), [("mean_pairwise_distance", "P3 and P9"), ("silhouette", "P3 and P8")]
+)
+def test_dimensions_that_tiles_drop_past_128_make_their_metrics_corrupt(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch, metric: str, passes: str
+) -> None:
+    loop = "for (int k = 0; k < pitch; k += kSlab)"
+    card = planted("include/tiles.cuh", loop, loop.replace("k < pitch", "k < pitch && k < 128"))
+    monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
+    for dim, corrupt in ((128, False), (132, True)):
+        rows = np.random.default_rng(dim).standard_normal((60, dim), dtype=np.float32)
+        table = measure(
+            rows,
+            np.array([0, 20, 60]),
+            np.arange(60),
+            metric="l2",
+            backend="cuda",
+            only=[metric],
+            unproven=True,
+        )
+        assert (table.readings[metric].status == Status.CORRUPT).all() == corrupt
+        assert list(table.disagreements) == [passes] * corrupt
 
 
 def test_a_shuffle_that_some_lanes_skip_is_named_with_its_line(planted: Planted) -> None:
@@ -198,6 +228,29 @@ def test_what_depends_on_who_comes_first_is_refused(
 ) -> None:
     with pytest.raises(CheckFailed, match=f"{symbol}: argument 0 depends on the order"):
         toy.launch("toy", symbol, 1, (toy.upload(np.zeros(1, kind)),))
+
+
+def test_a_race_that_changes_nothing_is_named_by_value_threads_and_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "toy.cu").write_text(TOY)
+    card = HostGpu(tmp_path, tmp_path, races=True)
+    flag, out = card.upload(np.zeros(1, np.int32)), card.empty(256, np.int32)
+    with pytest.raises(
+        CheckFailed,
+        match=r"unordered_flag, block 0: race over argument 0, value 0: thread 40 of block 0 writes it, "
+        r"thread 200 reads it",
+    ) as found:
+        card.launch("toy", "unordered_flag", 1, (flag, out))
+    assert shutil.which("addr2line") is None or "toy.cu:" in str(found.value)
+    with pytest.raises(CheckFailed, match="plain_count, block 0: race over argument 0"):
+        card.launch("toy", "plain_count", 1, (flag,))
+    card.launch("toy", "counted", 2, (flag,))
+    card.launch("toy", "unwritten", 1, (card.empty(256, np.float32),))
+    card.launch(
+        "toy", "sums", 1, (card.upload(np.ones(9, np.float32)), 9, card.empty(8, np.float32))
+    )
+    assert card.launches["sums"] == 1
 
 
 def test_arguments_must_be_what_the_kernel_reads(toy: HostGpu) -> None:

@@ -1,0 +1,181 @@
+"""P7, P8, P9 and P11 on a card: what their tiles need of a store, and what comes back in the units of the store.
+
+Rows are centred and scaled by powers of two on the card, so that f32 holds a store of any unit; windows of rows or of whole
+clusters bound the memory. Distances are f32: `ROUNDING` is what a metric may differ by from the float64 of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_pipelines.analytics import kernels_tiles as tiles
+from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
+from fabric_pipelines.analytics.stacks import Members
+from fabric_pipelines.analytics.tiles import NearCentres, PairRows, WeighedRows
+from fabric_pipelines.device.card import Card, DeviceArray
+
+WINDOW_BYTES = 1 << 30  # of centred rows held at once, one cluster at least
+ROUNDING = 1e-5
+
+
+class _Window(NamedTuple):
+    """Clusters and their places; rows on the card, scaled by `scale` f64 a cluster."""
+
+    clusters: slice
+    places: slice
+    rows: tiles.TileRows
+    copy: DeviceArray
+    scale: F64
+
+
+class CardTiles:
+    """rows: f32 [N, d] of `csr` on the card, which stay the caller's."""
+
+    rounding = ROUNDING
+
+    def __init__(
+        self, gpu: Card, rows: DeviceArray, csr: Csr, *, window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        self._gpu, self._rows, self._csr = gpu, rows, csr
+        self._window_rows = max(1, window_bytes // _row_bytes(csr.dim))
+
+    def partners(self, centres: F64, radius: F64) -> tuple[I64, Bool]:
+        """See tiles.Tiles."""
+        scale = _unit(np.einsum("kd,kd->k", centres, centres).max(initial=0.0))
+        found = tiles.centre_partners(
+            self._gpu, self._flat(centres * scale), self._send((radius * scale).astype(np.float32)), 0.0
+        )  # fmt: skip
+        partner, _ = tiles.greatest_partner(self._gpu.download(found.key))
+        return partner, self._gpu.download(found.coincident) != 0
+
+    def nearest_other(
+        self, weight: F64, centres: F64, origin: F64, own: I64, size: F64, within: F64
+    ) -> NearCentres:
+        """See tiles.Tiles."""
+        spread = within / size
+        reach2 = np.einsum("kd,kd->k", centres - origin, centres - origin).max() + spread.max()
+        scale = _unit(reach2)
+        there = self._flat((centres - origin) * scale)
+        spread_there, size_there = self._send(spread * scale**2), self._send(size)
+        weight_there = self._send(weight * scale)
+        count = len(weight)
+        out = NearCentres(np.empty(count), np.empty(count), np.empty(count), reach2)
+        for low in range(0, count, self._window_rows):
+            part = slice(low, min(low + self._window_rows, count))
+            place = np.arange(part.start, part.stop)
+            block = tiles.tile_rows(
+                self._gpu, self._rows, weight_there, place, np.array([0, len(place)]),
+                (origin * scale)[None],
+            )  # fmt: skip
+            found = tiles.centre_points(
+                self._gpu, block, there, self._send(own[part]), spread_there, size_there
+            )
+            out.own2[part] = self._gpu.download(found.own2) / scale**2
+            near2 = tiles.nearest_centre(self._gpu.download(found.near))[1]
+            out.near2[part] = near2.astype(np.float64) / scale**2
+            out.mean2[part] = self._gpu.download(found.b) / scale**2
+        return out
+
+    def pairs(
+        self, members: Members, radius2: F64, copy_of: I64, k: int
+    ) -> Iterator[tuple[slice, PairRows]]:
+        """See tiles.Tiles."""
+        for window in self._windows(members, radius2, copy_of):
+            found = tiles.pair_tile(self._gpu, window.rows, window.copy, k)
+            scale = np.repeat(window.scale, np.diff(window.rows.bounds))
+            place, distance = tiles.pair_neighbours(self._gpu.download(found.near))
+            yield (
+                window.places,
+                PairRows(
+                    self._gpu.download(found.total) / scale,
+                    self._gpu.download(found.total2) / scale**2,
+                    self._gpu.download(found.greatest2) / scale**2,
+                    place,
+                    distance / scale[:, None],
+                ),
+            )
+
+    def weighed(
+        self, members: Members, radius2: F64, copy_of: I64, temperature: F64
+    ) -> Iterator[tuple[slice, WeighedRows]]:
+        """See tiles.Tiles."""
+        for window in self._windows(members, radius2, copy_of):
+            heat = temperature[window.clusters] * window.scale**2
+            found = tiles.gauss_tile(self._gpu, window.rows, window.copy, heat)
+            several = np.repeat(
+                (heat > 0) & (np.diff(window.rows.bounds) > 1), np.diff(window.rows.bounds)
+            )
+            least, weight, first, second = (
+                np.where(several, self._gpu.download(part), np.nan) for part in found
+            )
+            scale2 = np.repeat(window.scale, np.diff(window.rows.bounds)) ** 2
+            first, second = first / weight, second / weight
+            yield (
+                window.places,
+                WeighedRows(
+                    np.log(weight) - least / (2 * np.repeat(heat, np.diff(window.rows.bounds))),
+                    (least + first) / scale2,
+                    (least**2 + 2 * least * first + second) / scale2**2,
+                ),
+            )
+
+    def _windows(self, members: Members, radius2: F64, copy_of: I64) -> Iterator[_Window]:
+        bounds = np.concatenate([members.first, [len(members.places)]])
+        within = segment_sum(radius2[members.places], bounds)
+        scale = _unit(within / np.maximum(members.size, 1))
+        owner = np.repeat(np.arange(len(scale)), self._csr.sizes)
+        weight = self._send(members.weight * scale[owner])
+        start = 0
+        while start < len(scale):
+            stop = int(np.searchsorted(bounds, bounds[start] + self._window_rows, side="right")) - 1
+            stop = min(max(stop, start + 1), len(scale))
+            clusters, part = slice(start, stop), slice(int(bounds[start]), int(bounds[stop]))
+            start = stop
+            if part.start == part.stop:
+                continue
+            place = members.places[part]
+            rows = tiles.tile_rows(
+                self._gpu, self._rows, weight, place, bounds[clusters.start : stop + 1] - part.start,
+                members.mean[clusters] * scale[clusters][:, None],
+            )  # fmt: skip
+            yield _Window(clusters, part, rows, self._send(copy_of[place]), scale[clusters])
+
+    def _flat(self, centres: F64) -> tiles.TileRows:
+        """Centres as the columns or rows of one set."""
+        count, dim = centres.shape
+        padded = np.zeros((count, tiles.pitch_of(dim)), dtype=np.float32)
+        padded[:, :dim] = centres
+        norm2 = np.einsum("kd,kd->k", padded, padded, dtype=np.float64).astype(np.float32)
+        bounds = np.array([0, count])
+        return tiles.TileRows(
+            self._send(padded), self._send(norm2), self._send(bounds), bounds, dim
+        )
+
+    def _send(self, host: npt.NDArray[Any]) -> DeviceArray:
+        there = self._gpu.empty(host.shape, host.dtype)
+        self._gpu.store(there, host)
+        return there
+
+
+def bytes_needed(csr: Csr) -> int:
+    """Most device memory held beyond the rows: a window of them or the largest cluster, centroids, weights and owners."""
+    at_once = max(WINDOW_BYTES, int(csr.sizes.max(initial=0)) * _row_bytes(csr.dim))
+    at_once = min(at_once, len(csr.rows) * _row_bytes(csr.dim))
+    return at_once + 16 * len(csr.rows) + (4 * tiles.pitch_of(csr.dim) + 64) * csr.clusters
+
+
+def _row_bytes(dim: int) -> int:
+    """A centred row and what is found of it, its neighbours most of all."""
+    return 4 * tiles.pitch_of(dim) + 8 * tiles.NEIGHBOURS_MAX + 48
+
+
+def _unit(length2: F64 | float) -> F64:
+    """The power of two that brings lengths to about 1; 1 where they are 0."""
+    some = np.asarray(length2, dtype=np.float64)
+    exponent = np.rint(np.log2(np.where(some > 0, some, 1.0)) / 2)
+    unit: F64 = np.exp2(-exponent)
+    return unit

@@ -1,0 +1,77 @@
+"""Whether what rows met is the table's trouble: then none is buried, landing waits and goes on by itself.
+
+Asked once a landing, after its first rejection, and answered by trying, never by reading the owner's triggers. Without any
+row: an INSERT of none fires the statement's triggers, and the defaults of columns that landing does not send are
+evaluated. With rows, one at a time: where what was raised is no complaint about a value, and rows that lie apart are all
+refused in the same words, the words are not about them. Nothing that is tried stays. Refuses to guess from one row: a row
+that comes alone is buried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import psycopg
+from psycopg import sql
+
+from fabric_pipelines.dataplane.database import Connection
+from fabric_pipelines.dataplane.sql import compose, query, relation, trusted
+from fabric_pipelines.errors import DatabaseUnavailable
+
+ROWS_ALIKE = 8
+"""Rows that are tried, over the whole landing, before their words count as the table's."""
+_ABOUT_VALUES = ("22", "23")  # data exception, integrity constraint violation
+
+
+class TableRefuses(DatabaseUnavailable):
+    """The table takes no row at all for now, whatever it holds."""
+
+
+def told(table: str, where: str, fault: psycopg.Error) -> TableRefuses:
+    why = fault.diag.message_primary or str(fault)
+    return TableRefuses(
+        f"{table} of {where} refuses every row alike ({fault.sqlstate}: {why}): nothing is buried, landing waits and goes on "
+        "by itself once that trigger, default or sequence lets rows in"
+    )
+
+
+def table_refuses(
+    connection: Connection,
+    table: str,
+    sent: Sequence[str],
+    fault: psycopg.Error,
+    rows: int,
+    attempt: Callable[[int], psycopg.Error | None],
+) -> bool:
+    """Whether `fault` would meet any row of `table`. sent: columns that landing gives; attempt: what the table says to the
+    row at one of `rows` positions, which it does not keep."""
+    if _same(_without_rows(connection, table, sent), fault):
+        return True
+    if rows < 2 or (fault.sqlstate or "")[:2] in _ABOUT_VALUES:
+        return False
+    tried = min(rows, ROWS_ALIKE)
+    return all(_same(attempt(at * (rows - 1) // (tried - 1)), fault) for at in range(tried))
+
+
+def _without_rows(connection: Connection, table: str, sent: Sequence[str]) -> psycopg.Error | None:
+    columns = sql.SQL(", ").join(sql.Identifier(name) for name in sent)
+    none = compose("insert_nothing", table=relation(table), columns=columns)
+    found = connection.execute(query("defaults_not_sent"), {"table": table, "sent": list(sent)})
+    defaults = [row[0] for row in found.fetchall()]
+    for statement in (none, *(sql.SQL("select {}").format(trusted(text)) for text in defaults)):
+        try:
+            with connection.transaction(force_rollback=True):
+                connection.execute(statement)
+        except psycopg.Error as fault:
+            if connection.broken:
+                raise
+            return fault
+    return None
+
+
+def _same(one: psycopg.Error | None, other: psycopg.Error) -> bool:
+    return one is not None and _words(one) == _words(other)
+
+
+def _words(fault: psycopg.Error) -> tuple[str | None, ...]:
+    return fault.sqlstate, fault.diag.message_primary, fault.diag.constraint_name
