@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.analytics.csr import F32, F64, I64
+from fabric_pipelines.analytics.index.lattice import DIMS_AT_ONCE
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.errors import UsageError
 
@@ -208,7 +209,12 @@ def e8_codec_best(
     k: int, *, blocks: int | None = None,
 ) -> DeviceArray:  # fmt: skip
     """Keys u64 [T, 4, k] of the k least scores of each query and list; apart [m, probes]: squared distances to the lists'
-    centroids. Twin: reference.e8_codec_scan.best."""
+    centroids. UsageError above DIMS_AT_ONCE dimensions, where the index's own scores are float64 and these are not.
+    Twin: reference.e8_codec_scan.best."""
+    if codes.dims > DIMS_AT_ONCE:
+        raise UsageError(
+            f"scores of {codes.dims:,} dimensions: above {DIMS_AT_ONCE:,} only the products are exact, so take those"
+        )
     key = gpu.empty((len(plan.task_list), QUERIES, _held(k)), np.uint64)
     if len(plan.task_list):
         far = np.zeros(plan.task_query.size, np.float32)

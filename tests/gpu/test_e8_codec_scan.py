@@ -133,8 +133,10 @@ def test_a_score_that_is_no_number_is_never_taken_and_copies_keep_their_order(ca
     asked = scans.e8_queries(card, there, np.ones((1, 16), int), np.ones(1))
     plan = scans.planned(np.array([[0]]), there.sizes, scans.GROUP_ROWS)
     product = scans.e8_codec_scan(card, there, asked, plan)
-    key = card.download(scans.e8_codec_best(card, there, asked, plan, product, np.ones((1, 1)), 5))
-    assert scans.unpacked(key)[1][0, 0].tolist() == [0, 1, 2, 4, 5]
+    for k in (5, 40):
+        key = scans.e8_codec_best(card, there, asked, plan, product, np.ones((1, 1)), k)
+        taken = scans.unpacked(card.download(key))[1][0, 0].tolist()
+        assert taken == [row for row in range(40) if row != 3][:k] + [-1] * (k == 40)
 
 
 def test_what_the_scan_does_not_do_is_refused_by_name(card: Card) -> None:
@@ -143,6 +145,9 @@ def test_what_the_scan_does_not_do_is_refused_by_name(card: Card) -> None:
     plan = scans.planned(np.array([[1]]), there.sizes, scans.GROUP_ROWS)
     with pytest.raises(UsageError, match="k = 129"):
         scans.e8_codec_best(card, there, asked, plan, there.codes, np.ones((1, 1)), 129)
+    wide = scans.e8_codes(card, [], 4, width=4 * 2056 // 8)
+    with pytest.raises(UsageError, match="only the products are exact"):
+        scans.e8_codec_best(card, wide, asked, plan, there.codes, np.ones((1, 1)), 5)
     with pytest.raises(UsageError, match="twice"):
         scans.planned(np.array([[2, 2]]), there.sizes, 32)
     with pytest.raises(UsageError, match="name lists"):
