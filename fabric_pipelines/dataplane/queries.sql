@@ -558,6 +558,18 @@ where w.cluster <> fabric.cluster() or not exists (select from pg_class where oi
 -- name: forget_watch
 select fabric.forget_watch(%(watch)s);
 
+-- name: brief_locks
+set local lock_timeout = '700ms';
+
+-- name: fabric_holders
+select distinct format('pid %s (%s, role %s) since %s', a.pid, coalesce(nullif(a.application_name, ''), 'no name'), a.usename, a.xact_start)
+from pg_locks as l
+join pg_class as c on c.oid = l.relation
+join pg_stat_activity as a on a.pid = l.pid
+where l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
+  and l.database = (select oid from pg_database where datname = current_database())
+  and c.relnamespace = to_regnamespace('fabric');
+
 -- name: judge_filter
 select fabric.judge_filter(%(relation)s, %(filter)s);
 

@@ -31,6 +31,9 @@ from fabric_pipelines.dataplane.database import Connection, Database
 from fabric_pipelines.dataplane.sql import compose, query, relation, trusted
 from fabric_pipelines.errors import SchemaError
 
+NO_CONDITION = (psycopg.ProgrammingError, psycopg.DataError, psycopg.NotSupportedError)
+"""What a server says to a filter that is no condition on a row."""
+
 EVERY_ROW = sql.SQL("true")
 
 
@@ -243,8 +246,11 @@ def describe(connection: Connection, source: Source) -> Described:
     chosen = {name: types[name] for name in wanted}
     if source.filter:
         try:
-            connection.execute(compose("hold_relation", filter=source.condition(), **hold))
-        except (psycopg.ProgrammingError, psycopg.DataError) as fault:
+            # prepared, since only that protocol takes one statement and no second one out of the filter
+            connection.execute(
+                compose("hold_relation", filter=source.condition(), **hold), prepare=True
+            )
+        except NO_CONDITION as fault:
             why = " ".join(str(fault).split())
             raise SchemaError(
                 f"the filter {source.filter!r} is no condition on a row of {source.relation} ({why}); write it as after "

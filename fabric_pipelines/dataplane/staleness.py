@@ -24,6 +24,7 @@ from fabric_pipelines.dataplane.database import Connection, Database, translated
 from fabric_pipelines.dataplane.source import (
     COPY_HEADER,
     COPY_TRAILER,
+    NO_CONDITION,
     Described,
     RowSet,
     Source,
@@ -180,7 +181,7 @@ def watch(database: Database, source: Source) -> None:
         kind = connection.execute(query("relation_kind"), {"relation": source.relation}).fetchone()
         if kind is None:
             raise SchemaError(f"there is no relation {source.relation!r} in this database")
-        _fault_of_filter(connection, source, "judge_filter")
+        _keep_verdict_of_filter(connection, source)
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
         require_integer_ids(connection, source)
@@ -207,12 +208,24 @@ def watch(database: Database, source: Source) -> None:
             ) from fault
 
 
+def _keep_verdict_of_filter(connection: Connection, source: Source) -> None:
+    """A role that may only read keeps none, as before there were any: who built the shard, or migrated, has."""
+    if not source.filter:
+        return
+    asked = {"relation": source.relation, "filter": source.filter}
+    try:
+        with connection.transaction():
+            connection.execute(query("judge_filter"), asked)
+    except (*NO_CONDITION, psycopg.errors.InsufficientPrivilege):
+        return
+
+
 def require_fixed_filter(database: Database, source: Source) -> None:
     """SchemaError for a filter whose answer for a row may change while the row does not: by the clock, a setting,
     the role, another table, or a function that the server does not call immutable."""
     quoted(source.relation)
     with database.session() as connection:
-        fault = _fault_of_filter(connection, source, "filter_fault")
+        fault = _fault_of_filter(connection, source)
     if fault:
         raise SchemaError(
             f"the filter {source.filter!r} reads {fault}: rows would come and go while nothing in {source.relation} changes, "
@@ -221,7 +234,7 @@ def require_fixed_filter(database: Database, source: Source) -> None:
         )
 
 
-def _fault_of_filter(connection: Connection, source: Source, block: str) -> str | None:
+def _fault_of_filter(connection: Connection, source: Source) -> str | None:
     """None as well for a filter that is no condition: who reads the rows says that. In a transaction, so that nothing of
     the trial is left."""
     if not source.filter:
@@ -229,13 +242,13 @@ def _fault_of_filter(connection: Connection, source: Source, block: str) -> str 
     asked = {"relation": source.relation, "filter": source.filter}
     try:
         with connection.transaction():
-            row = connection.execute(query(block), asked).fetchone()
+            row = connection.execute(query("filter_fault"), asked).fetchone()
     except psycopg.errors.InsufficientPrivilege as fault:
         raise SettingsError(
             f"role {connection.info.user!r} may not try the filter {source.filter!r} ({fault.diag.message_primary}): run "
             f'`grant temporary on database "{connection.info.dbname}" to "{connection.info.user}"` as its owner'
         ) from fault
-    except (psycopg.ProgrammingError, psycopg.DataError):
+    except NO_CONDITION:
         return None
     assert row is not None
     return None if row[0] is None else str(row[0])

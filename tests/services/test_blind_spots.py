@@ -3,8 +3,10 @@ filters whose answer changes while no row does. And arming a watch never stops a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from fabric_pipelines import shards
@@ -412,3 +414,61 @@ def test_a_role_without_temporary_tables_is_served_or_told_what_to_grant(
             )
     finally:
         execute(database, "drop owned by plain", "drop role plain")
+
+
+TWICE = "true); select setval('sq', 77); create view pg_temp.zz as select 1 as one from docs where (true"
+
+
+@ON_EVERY_SERVER
+@pytest.mark.parametrize("filter_text", [TWICE, "generate_series(1, 2) = 1"], ids=["two", "a set"])
+def test_a_filter_that_is_no_one_condition_runs_nothing_and_is_refused(
+    docs: Database, tmp_path: Path, filter_text: str
+) -> None:
+    execute(docs, "create sequence sq")
+    with pytest.raises(SchemaError, match="is no condition on a row of docs"):
+        build(docs, tmp_path, filter=filter_text)
+    staleness.watch(docs, replace(SOURCE, filter=filter_text))
+    with docs.session() as connection:
+        for block in ("judge_filter", "filter_fault"):
+            with pytest.raises(psycopg.Error), connection.transaction():
+                connection.execute(sql.query(block), {"relation": "docs", "filter": filter_text})
+    assert count(docs, "select last_value from sq") == 1
+
+
+def test_a_migration_never_lets_writers_wait_behind_it(
+    docs: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "MIGRATION_ATTEMPTS", 2)
+    monkeypatch.setattr(database_module, "MIGRATION_PAUSE_S", 0.0)
+    build(docs, tmp_path)
+    locked = "lock table fabric.watched in access exclusive mode"
+    monkeypatch.setattr(
+        database_module, "_apply_migrations", lambda connection: connection.execute(locked)
+    )
+    with docs.session() as writer, writer.transaction():
+        writer.execute("update docs set vector = other where task_id = 7")
+        with pytest.raises(
+            DatabaseUnavailable, match=r"at each of 2 attempts to migrate: pid \d+ "
+        ):
+            docs.migrate()
+    docs.migrate()
+
+
+def test_a_role_that_keeps_no_verdicts_still_watches(docs: Database, tmp_path: Path) -> None:
+    """As one with rights on older tables of the fabric alone."""
+    build(docs, tmp_path, filter="source_row >= 0")
+    name = str(docs.identity.database)
+    execute(
+        docs,
+        "create role older login",
+        f'revoke temporary on database "{name}" from public',
+        "grant usage on schema fabric to older",
+        "grant select on docs to older",
+        "grant select on all tables in schema fabric to older",
+    )
+    try:
+        older = Database(docs.url.replace("postgres@", "older@"))
+        staleness.watch(older, replace(SOURCE, filter="source_row >= 0"))
+        assert said(docs) == ("fresh", "complete")
+    finally:
+        execute(docs, "drop owned by older", "drop role older")

@@ -311,6 +311,18 @@ begin
 end
 $body$;
 
+-- Raises where the text is more than one condition: a cursor takes one statement and no other, and none of it is run.
+create function fabric.require_one_condition(target regclass, filter text) returns void
+language plpgsql
+as $body$
+declare
+    one refcursor;
+begin
+    open one no scroll for execute format('select from %s where (%s)', target, filter);
+    close one;
+end
+$body$;
+
 -- How the server reads a filter: its tree; its text with times of the session's zone `zone` and of UTC; the tables that it
 -- reads; what is now in UTC. Leaves nothing behind. `place` is a schema in which a view may be made.
 create function fabric.parsed_filter(
@@ -321,6 +333,7 @@ as $body$
 declare
     probe text := format('%I.%I', place, 'fabric_filter_' || pg_backend_pid());
 begin
+    perform fabric.require_one_condition(target, filter);
     perform set_config('TimeZone', zone, true), set_config('DateStyle', 'ISO', true);
     execute format('create view %s as select 1 as one from %s where (%s)', probe, target, filter);
     select ev_action::text into strict tree from pg_catalog.pg_rewrite where ev_class = probe::regclass;
