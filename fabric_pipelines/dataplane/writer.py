@@ -340,7 +340,7 @@ def _filled(
 ) -> Landed:
     """A transaction that wants nothing but its commit."""
     for _ in range(DECIDED_TRIES):
-        connection.execute("begin")
+        connection.execute("begin isolation level read committed, read write")
         try:
             meter.open()
             return _fill(connection, sink, batch, landing, identity, meter, given)
