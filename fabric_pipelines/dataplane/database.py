@@ -97,6 +97,8 @@ class Database:
                 f"the server at {redact(self.url)} is Postgres {version // 10000}; "
                 "the fabric needs 15 or newer, point FABRIC_PG_URL to one"
             )
+        # what another commits while one of ours waits for its lock is seen, whatever server, role or URL make the default
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         return connection
 
     @contextmanager

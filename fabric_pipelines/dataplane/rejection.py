@@ -67,7 +67,7 @@ _DROPPED_REASON = "the table took the row and kept none: a trigger or rule of it
 def is_rejection(fault: psycopg.Error, *, at_commit: bool = False) -> bool:
     """Whether `fault` is about what a row holds. A fault without an SQLSTATE is the client's or the connection's."""
     state = fault.sqlstate
-    if not state or state in _NOT_THE_ROWS:
+    if not state or state in _NOT_THE_ROWS or lacks_partition(fault):
         return False
     if at_commit and state[:2] in _NOT_THE_ROWS_AT_COMMIT:
         return False
@@ -78,6 +78,14 @@ def lacks_value(fault: psycopg.Error, sent: Sequence[str]) -> bool:
     """Whether a column that is not among `sent` has neither value nor default: then no row can land, unless a trigger
     gives it one."""
     return fault.sqlstate == "23502" and fault.diag.column_name not in sent
+
+
+def lacks_partition(fault: psycopg.Error) -> bool:
+    """Whether a partitioned table has no partition for the row. The server says of it what it says of a CHECK, without a
+    constraint's name, and names the table, which a trigger that raises the code does only by choice."""
+    return (fault.sqlstate, fault.diag.constraint_name) == ("23514", None) and bool(
+        fault.diag.table_name
+    )
 
 
 def row_at_fault(fault: psycopg.Error, rows: int) -> int | None:
@@ -111,7 +119,7 @@ def landing_into(table: str, where: str) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as fault:
-        if fault.sqlstate == "2200H":
+        if fault.sqlstate == "2200H" or lacks_partition(fault):
             raise refuses_all(table, where, fault) from fault
         told = translate(fault, where)
         # 08P01 within COPY: a column narrower or wider than what is sent; elsewhere a pooler says it of a lost server

@@ -3,8 +3,8 @@
 Asked once a landing, after its first rejection, and answered by trying, never by reading the owner's triggers. Without any
 row: an INSERT of none fires the statement's triggers, and the defaults of columns that landing does not send are
 evaluated. With rows, one at a time: where what was raised is no complaint about a value, and rows that lie apart are all
-refused in the same words, the words are not about them. Nothing that is tried stays. Refuses to guess from one row: a row
-that comes alone is buried.
+refused in the same words, the words are not about them; rows that are in the table already say nothing of it. Nothing that is tried stays. Refuses to guess from a few rows:
+fewer than ROWS_ALIKE are buried.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def told(table: str, where: str, fault: psycopg.Error) -> TableRefuses:
     why = fault.diag.message_primary or str(fault)
     return TableRefuses(
         f"{table} of {where} refuses every row alike ({fault.sqlstate}: {why}): nothing is buried, landing waits and goes on "
-        "by itself once that trigger, default or sequence lets rows in"
+        "by itself once that trigger, default, sequence or partitioning lets rows in"
     )
 
 
@@ -44,13 +44,13 @@ def table_refuses(
     attempt: Callable[[int], psycopg.Error | None],
 ) -> bool:
     """Whether `fault` would meet any row of `table`. sent: columns that landing gives; attempt: what the table says to the
-    row at one of `rows` positions, which it does not keep."""
+    row at one of `rows` positions, none in the table yet, which it does not keep."""
     if _same(_without_rows(connection, table, sent), fault):
         return True
-    if rows < 2 or (fault.sqlstate or "")[:2] in _ABOUT_VALUES:
+    if rows < ROWS_ALIKE or (fault.sqlstate or "")[:2] in _ABOUT_VALUES:
         return False
-    tried = min(rows, ROWS_ALIKE)
-    return all(_same(attempt(at * (rows - 1) // (tried - 1)), fault) for at in range(tried))
+    apart = (at * (rows - 1) // (ROWS_ALIKE - 1) for at in range(ROWS_ALIKE))
+    return all(_same(attempt(at), fault) for at in apart)
 
 
 def _without_rows(connection: Connection, table: str, sent: Sequence[str]) -> psycopg.Error | None:

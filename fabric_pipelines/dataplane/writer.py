@@ -340,7 +340,7 @@ def _filled(
 ) -> Landed:
     """A transaction that wants nothing but its commit."""
     for _ in range(DECIDED_TRIES):
-        connection.execute("begin")
+        connection.execute("begin isolation level read committed")
         try:
             meter.open()
             return _fill(connection, sink, batch, landing, identity, meter, given)
@@ -379,8 +379,11 @@ def _fill(
     rows_left = np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))
     pending, asked = _pieces(batch, rows_left), False
 
-    def attempt(at: int) -> psycopg.Error | None:
-        return target.attempt(sink.encode(_chosen(batch, rows_left[at : at + 1]), landing))
+    def not_there() -> npt.NDArray[np.int64]:
+        """Of a row that is in the table already, the table would say just that."""
+        return rows_left[
+            ~among(connection, compose("in_table", table=relation(sink.table)), ids[rows_left])
+        ]
 
     while pending:
         chosen = pending.pop()
@@ -399,10 +402,14 @@ def _fill(
                 raise
             if lacks_value(fault, sink.names) and not target.has_triggers():
                 raise
-            if not asked and table_refuses(
-                connection, sink.table, sink.names, fault, rows_left.size, attempt
-            ):
-                raise told(sink.table, f"database {identity.database}", fault) from fault
+            if not asked:
+                new = not_there()
+
+                def attempt(at: int, new: npt.NDArray[np.int64] = new) -> psycopg.Error | None:
+                    return target.attempt(sink.encode(_chosen(batch, new[at : at + 1]), landing))
+
+                if table_refuses(connection, sink.table, sink.names, fault, new.size, attempt):
+                    raise told(sink.table, f"database {identity.database}", fault) from fault
             asked = True
             at = row_at_fault(fault, chosen.size)
             if at is None:

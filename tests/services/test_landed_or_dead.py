@@ -19,6 +19,10 @@ from tests.support_completions import pulled_batch
 
 ROWS, SEVENTH = 20, 7
 REFUSES = "alter table fabric.embed add constraint no check (source_row <> 7) not valid"
+ALTER = (
+    "do $$ begin execute format('alter database %I set default_transaction_isolation = %L', "
+    "current_database(), '{}'); end $$"
+)
 TAKES = "alter table fabric.embed drop constraint no"
 
 
@@ -138,6 +142,7 @@ def test_an_account_that_says_both_since_older_days_is_put_right_for_what_landed
     assert split(database) == (set(range(ROWS)), set())
 
 
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
 @pytest.mark.parametrize("buries", [True, False], ids=["buries first", "lands first"])
 def test_two_completions_with_the_same_task_at_one_moment_decide_once(
     database: Database,
@@ -145,8 +150,10 @@ def test_two_completions_with_the_same_task_at_one_moment_decide_once(
     another: Writer,
     monkeypatch: pytest.MonkeyPatch,
     buries: bool,
+    isolation: str,
 ) -> None:
-    """The first decides and commits when the second has its rows in already."""
+    """The first decides and commits when the second has its rows in already, whatever isolation is the database's default."""
+    run(database, ALTER.format(isolation))
     good = pulled_batch(ROWS, function="embed").slice(SEVENTH, 1)
     bad = pulled_batch(ROWS, function="embed", bad={SEVENTH: ("failed", "X", "y")}).slice(
         SEVENTH, 1

@@ -182,3 +182,56 @@ def test_the_trial_leaves_nothing_and_is_made_once_a_landing(
     landed = landing.land(pulled_batch(ROWS, function="embed"))
     assert (landed.rows, landed.dead_task_ids.size, asked) == (15, 5, [ROWS])
     assert results.counts(database)["embed"] == 15
+
+
+def refusing(rows: str) -> list[str]:
+    words = f"if new.source_row in ({rows}) then raise exception 'not allowed'; end if; return new;"
+    return [
+        FREEZES.replace("raise exception 'maintenance until 18:00';", words),
+        EACH.format("before", "row"),
+    ]
+
+
+@pytest.mark.parametrize("few", [2, 7])
+def test_a_few_bad_rows_alone_in_a_landing_are_dead_letters_and_hold_up_nobody(
+    database: Database, landing: Writer, few: int
+) -> None:
+    run(database, *refusing("3, 4, 5, 6, 7, 8, 9"))
+    landed = landing.land(pulled_batch(ROWS, function="embed").slice(3, few))
+    assert (landed.rows, landed.dead_task_ids.size) == (0, few)
+    assert letters(database) == [(row, "P0001") for row in range(3, 3 + few)]
+
+
+def test_rows_that_landed_before_do_not_hide_a_table_that_takes_no_more(
+    database: Database, landing: Writer
+) -> None:
+    batch = pulled_batch(ROWS, function="embed")
+    landing.land(batch.slice(0, 10))
+    run(database, *TROUBLES["row after"][0])
+    with pytest.raises(TableRefuses, match="until 18:00"):
+        landing.land(batch)
+    assert letters(database) == []
+    run(database, HEALED)
+    assert (landing.land(batch).rows, letters(database)) == (10, [])
+
+
+@ON_EVERY_SERVER
+def test_rows_without_a_partition_wait_for_one_and_a_check_of_it_still_buries(
+    database: Database, landing: Writer
+) -> None:
+    batch = pulled_batch(ROWS, function="embed")
+    ids = sorted(batch.column("task_id").to_pylist())
+    part = "create table fabric.embed_{} partition of fabric.embed for values from ({}) to ({})"
+    run(
+        database,
+        "alter table fabric.embed rename to before",
+        "create table fabric.embed (like fabric.before including defaults, primary key (task_id)) partition by range (task_id)",
+        part.format(1, "minvalue", ids[2]),
+        "alter table fabric.embed add constraint c check (source_row <> 7)",
+    )
+    with pytest.raises(TableRefuses, match="23514: no partition of relation"):
+        landing.land(batch)
+    assert letters(database) == []
+    run(database, part.format(2, ids[2], "maxvalue"))
+    landed = landing.land(batch)
+    assert (landed.rows, letters(database)) == (ROWS - 1, [(7, "23514")])
