@@ -20,12 +20,18 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.objects import PART_BYTES, Kept, Objects
-from fabric_pipelines.errors import CorruptionFound, FencingLost, Refused, StorageFailed
+from fabric_pipelines.errors import (
+    CorruptionFound,
+    FencingLost,
+    Refused,
+    StorageFailed,
+    VersionRefused,
+)
 from fabric_pipelines.shards.blocks import file_sha256
 from fabric_pipelines.shards.building import Beat, holding
 from fabric_pipelines.shards.disk import DISK, Disk, reading
@@ -442,7 +448,16 @@ def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
     if read is None:
         return None
     try:
-        found = Pointer(**json.loads(read[0]))
+        told = json.loads(read[0])
+        known = {item.name for item in fields(Pointer)}
+        if (
+            isinstance(told, dict) and set(told) > known
+        ):  # left out they would be lost at the next push
+            raise VersionRefused(
+                f"s3://{objects.root}/{key} was written by a newer program (it also says "
+                f"{', '.join(sorted(set(told) - known))}): upgrade this one"
+            )
+        found = Pointer(**told)
         numbers = (found.generation, found.token, found.prunes)
         texts = (found.manifest_sha256, *found.owner)
         if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:

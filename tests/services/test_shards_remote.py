@@ -30,6 +30,7 @@ from fabric_pipelines.errors import (
     StorageFailed,
     StoreUnreachable,
     UsageError,
+    VersionRefused,
 )
 from fabric_pipelines.shards import remote
 from fabric_pipelines.shards.disk import Disk
@@ -519,6 +520,25 @@ def test_a_pointer_of_other_types_is_refused_with_its_remedy(
     objects.remove("notes/CURRENT")
     remote.push(built, tmp_path, "notes", objects)
     assert remote.fetch(objects, tmp_path / "elsewhere", "notes").number == 1
+
+
+def test_a_pointer_that_says_more_than_this_program_knows_is_left_to_a_newer_one(
+    built: MemoryVectorStore, objects: Objects, tmp_path: Path
+) -> None:
+    remote.push(built, tmp_path, "notes", objects)
+    read = objects.read("notes/CURRENT")
+    assert read is not None
+    newer = json.dumps({**json.loads(read[0]), "fence": 3}).encode()
+    objects._files.pipe_file(f"{objects.root}/notes/CURRENT", newer)
+    for act in (
+        lambda: remote.fetch(objects, tmp_path / "elsewhere", "notes"),
+        lambda: remote.push(built, tmp_path, "notes", objects),
+    ):
+        with pytest.raises(
+            VersionRefused, match="by a newer program .it also says fence.: upgrade this one"
+        ):
+            act()
+    assert objects._files.cat_file(f"{objects.root}/notes/CURRENT") == newer
 
 
 def test_a_fetch_brings_again_what_is_damaged_or_gone_in_the_folder(
