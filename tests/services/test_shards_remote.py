@@ -535,7 +535,7 @@ def test_a_pointer_that_says_more_than_this_program_knows_is_left_to_a_newer_one
         lambda: remote.push(built, tmp_path, "notes", objects),
     ):
         with pytest.raises(
-            VersionRefused, match="by a newer program .it also says fence.: upgrade this one"
+            VersionRefused, match=r"by a newer program .it also says fence.: upgrade this one"
         ):
             act()
     assert objects._files.cat_file(f"{objects.root}/notes/CURRENT") == newer
