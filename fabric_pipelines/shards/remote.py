@@ -20,7 +20,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
@@ -450,9 +450,9 @@ def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
     try:
         told = json.loads(read[0])
         known = {item.name for item in fields(Pointer)}
-        if (
-            isinstance(told, dict) and set(told) > known
-        ):  # left out they would be lost at the next push
+        needed = {item.name for item in fields(Pointer) if item.default is MISSING}
+        # fields of a newer program, left out, would be lost at the next push
+        if isinstance(told, dict) and needed <= set(told) and set(told) - known:
             raise VersionRefused(
                 f"s3://{objects.root}/{key} was written by a newer program (it also says "
                 f"{', '.join(sorted(set(told) - known))}): upgrade this one"
