@@ -24,11 +24,11 @@
 // product and sum is rounded by itself or fused by name, so the bits depend on neither grid, card nor compiler.
 #include "lanes.cuh"
 #include "segments.cuh"
+#include "slabs.cuh"
 
 namespace fabric {
 
 constexpr int64_t kRun = 128;
-constexpr int kSlab = 128;  // dimensions of one warp: 4 a lane
 constexpr int kAhead = 4;   // rows in flight, or loads of 16 bytes
 // Mean and U take twice the registers of csr_radius: at three blocks some entries spill for sm_100. 16 warps with 64 bytes in
 // flight a lane are 32 KiB a multiprocessor, still above latency x bandwidth (33 B/ns x 0.7 us).
@@ -178,28 +178,6 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// Dimension of value j of a lane within its slab.
-template <bool WIDE>
-__device__ __forceinline__ int place_of(int lane, int j) {
-  return WIDE ? 4 * lane + j : lane + kWarp * j;
-}
-
-template <bool WIDE>
-__device__ __forceinline__ void load(const float* __restrict__ row, int lane, int64_t left,
-                                     float (&x)[4]) {
-  if constexpr (WIDE) {
-    if (4 * lane < left) {
-      const float4 v = __ldg(reinterpret_cast<const float4*>(row) + lane);
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (place_of<false>(lane, j) < left) x[j] = __ldg(row + place_of<false>(lane, j));
-    }
-  }
-}
-
 template <bool WIDE>
 __device__ __forceinline__ void move(const float* __restrict__ rows, const double* __restrict__ weight,
                                      const int64_t* __restrict__ indptr,
@@ -221,8 +199,8 @@ __device__ __forceinline__ void move(const float* __restrict__ rows, const doubl
       double own[4] = {}, sum[4] = {};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (place_of<WIDE>(lane, j) < left) {
-          own[j] = __ldg(mean + cluster * dim + low + slab + place_of<WIDE>(lane, j));
+        if (place<WIDE>(lane, j) < left) {
+          own[j] = __ldg(mean + cluster * dim + low + slab + place<WIDE>(lane, j));
         }
       }
       for (int64_t row = begin; row < end; row += kAhead) {
@@ -248,8 +226,8 @@ __device__ __forceinline__ void move(const float* __restrict__ rows, const doubl
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (place_of<WIDE>(lane, j) < left) {
-          partial[slot * width + slab + place_of<WIDE>(lane, j)] = sum[j];
+        if (place<WIDE>(lane, j) < left) {
+          partial[slot * width + slab + place<WIDE>(lane, j)] = sum[j];
         }
       }
     });
