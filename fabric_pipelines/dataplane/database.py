@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 import psycopg
 
 from fabric_pipelines import settings as settings_module
-from fabric_pipelines.dataplane import postgres
+from fabric_pipelines.dataplane import postgres, table_locks
 from fabric_pipelines.dataplane.sql import migrations, query
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
@@ -35,8 +34,6 @@ from fabric_pipelines.settings import Settings, redact
 SERVER_VERSION_LEAST = 150000
 CONNECT_TIMEOUT_S = 10
 SILENCE_MS = 60_000
-MIGRATION_ATTEMPTS = 20
-MIGRATION_PAUSE_S = 0.8
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -133,24 +130,23 @@ class Database:
         when others hold tables of the fabric all the time: a migration waits for a lock only briefly, since whoever writes to
         a watched table would wait behind it."""
         with self.session() as connection:
-            for attempt in range(MIGRATION_ATTEMPTS):
-                if attempt:
-                    time.sleep(MIGRATION_PAUSE_S)
-                try:
-                    with connection.transaction():
-                        connection.execute(query("migration_lock"))
-                        _require_writable(connection)
-                        connection.execute(query("brief_locks"))
-                        connection.execute(query("bootstrap"))
-                        return _apply_migrations(connection)
-                except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as fault:
-                    last = fault
-            held = connection.execute(query("fabric_holders")).fetchall()
-            raise DatabaseUnavailable(
-                f"tables of the fabric in {redact(self.url)} were held by others at each of {MIGRATION_ATTEMPTS} attempts to "
-                f"migrate: {', '.join(row[0] for row in held) or 'none of them does now'}; let that transaction end, or end it "
-                "(`select pg_terminate_backend(PID)`), and try again"
-            ) from last
+
+            def once() -> list[str]:
+                connection.execute(query("migration_lock"))  # another migration is waited for
+                _require_writable(connection)
+                table_locks.wait_at_most(connection)
+                connection.execute(query("bootstrap"))
+                return _apply_migrations(connection)
+
+            try:
+                return table_locks.again_while_held(connection, once)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as fault:
+                held = connection.execute(query("fabric_holders")).fetchall()
+                raise table_locks.held_by_others(
+                    f"tables of the fabric in {redact(self.url)} were held by others",
+                    "migrate",
+                    held,
+                ) from fault
 
     def register_incarnation(self, journal_id: str, incarnation: int, *, retired: int = 0) -> bool:
         """Make journal and database known to each other; True if it was new. `retired` is how many tasks the

@@ -558,9 +558,6 @@ where w.cluster <> fabric.cluster() or not exists (select from pg_class where oi
 -- name: forget_watch
 select fabric.forget_watch(%(watch)s);
 
--- name: brief_locks
-set local lock_timeout = '700ms';
-
 -- name: fabric_holders
 select distinct format('pid %s (%s, role %s) since %s', a.pid, coalesce(nullif(a.application_name, ''), 'no name'), a.usename, a.xact_start)
 from pg_locks as l

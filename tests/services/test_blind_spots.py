@@ -438,8 +438,8 @@ def test_a_filter_that_is_no_one_condition_runs_nothing_and_is_refused(
 def test_a_migration_never_lets_writers_wait_behind_it(
     docs: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "MIGRATION_ATTEMPTS", 2)
-    monkeypatch.setattr(database_module, "MIGRATION_PAUSE_S", 0.0)
+    monkeypatch.setattr(table_locks, "ATTEMPTS", 2)
+    monkeypatch.setattr(table_locks, "PAUSE_S", 0.0)
     build(docs, tmp_path)
     locked = "lock table fabric.watched in access exclusive mode"
     monkeypatch.setattr(
