@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -13,6 +14,26 @@ WHOLE_FABRICS = re.compile(
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """A process that dies costs the test it ran and nothing else: its other tests run in the next one.
+
+    The scheduler underneath would run that test again, and hands on finished files too: a process that is sent one of those has
+    nothing to report, is sent nothing more, and the run never ends (xdist 3.8)."""
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "whole fabrics" if WHOLE_FABRICS.match(file) else file
+
+    def remove_node(self, node: Any) -> str | None:
+        work = self.assigned_work[node]
+        left = {
+            scope: [test for test, done in tests.items() if not done]
+            for scope, tests in work.items()
+        }
+        died_in = next((test for tests in left.values() for test in tests), None)
+        for scope, tests in left.items():
+            if died_in in tests:
+                work[scope][died_in] = True
+            if tests in ([], [died_in]):
+                del work[scope]
+        super().remove_node(node)
+        return died_in

@@ -188,15 +188,19 @@ inline void run_body() {
   abort();
 }
 
-inline bool prepare_stacks() {
-  if (stacks) return true;
+// One area serves all libraries of a process, in turn: each guard page splits a mapping, and a process may have some 65,000.
+inline char* map_stacks() {
   const size_t size = kThreadsMax * (kStack + kGuard);
   void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                      -1, 0);
-  if (found == MAP_FAILED) return false;
-  stacks = static_cast<char*>(found);
-  for (unsigned t = 0; t < kThreadsMax; ++t) mprotect(stacks + t * (kStack + kGuard), kGuard, PROT_NONE);
-  return true;
+  if (found == MAP_FAILED) return nullptr;
+  char* area = static_cast<char*>(found);
+  for (unsigned t = 0; t < kThreadsMax; ++t) {
+    if (mprotect(area + t * (kStack + kGuard), kGuard, PROT_NONE) == 0) continue;
+    munmap(area, size);
+    return nullptr;
+  }
+  return area;
 }
 
 inline void prepare(unsigned thread) {
@@ -409,7 +413,7 @@ inline void launch(const char* name, void (*kernel)(), unsigned blocks, unsigned
   report->failed = 0, report->address = 0, report->offset = 0;
   blockIdx = {0, 0, 0};
   if (threads == 0 || threads > kThreadsMax || blocks == 0) return note("no grid of %u x %u", blocks, threads);
-  if (!prepare_stacks()) return note("no memory for the stacks of its threads");
+  if (!stacks) return note("its library has no stacks: host_stacks was not called");
   gridDim = {blocks, 1, 1}, blockDim = {threads, 1, 1};
   anchor = 1;
   std::pair<void*, size_t> shared{nullptr, 0};
@@ -570,6 +574,12 @@ struct Call<void (*)(A...)> {
 };
 
 }  // namespace host
+
+// The area of another library, or nullptr for a new one; nullptr back: there is no room for it.
+extern "C" __attribute__((visibility("default"))) void* host_stacks(void* area) {
+  host::stacks = area ? static_cast<char*>(area) : host::map_stacks();
+  return host::stacks;
+}
 
 #define HOST_ENTRY(NAME)                                                                           \
   extern "C" __attribute__((visibility("default"))) const char* host_signature_##NAME() {          \

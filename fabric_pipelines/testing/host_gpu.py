@@ -53,7 +53,10 @@ UNORDERED = (
     "knn_graph_hook_32",
     "knn_graph_hook_64",
 )
-_ONE_AT_A_TIME = threading.Lock()  # threadIdx and its kin are variables of the library
+_ONE_AT_A_TIME = (
+    threading.Lock()
+)  # threadIdx and its kin are variables of the library, the stacks are the process's
+_stacks: int | None = None  # of the threads of a block
 
 
 class _Report(ctypes.Structure):
@@ -88,7 +91,8 @@ class _Pages:
         if start in (None, ctypes.c_void_p(-1).value):
             raise DeviceRefused(f"the host has no room for {size:,} bytes")
         weakref.finalize(self, self._libc.munmap, start, whole)
-        self._libc.mprotect(start + GUARD_BYTES, inner, mmap.PROT_READ | mmap.PROT_WRITE)
+        if self._libc.mprotect(start + GUARD_BYTES, inner, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise DeviceRefused(f"the host has no room for one more array, of {size:,} bytes")
         self.size, self.address = size, start + GUARD_BYTES + inner - size
         self.slack = (start + GUARD_BYTES, inner - size)
         ctypes.memset(start + GUARD_BYTES, 0xFF, inner)
@@ -293,7 +297,9 @@ class HostGpu:
 
     def _library(self, family: str) -> ctypes.CDLL:
         if family not in self._libraries:
-            self._libraries[family] = ctypes.CDLL(str(self._compiled(family)))
+            library = ctypes.CDLL(str(self._compiled(family)))
+            _give_stacks(library)
+            self._libraries[family] = library
         return self._libraries[family]
 
     def _compiled(self, family: str) -> Path:
@@ -326,6 +332,17 @@ class HostGpu:
         else:
             _call([self._compiler, *FLAGS, include, str(unit), "-o", str(fresh), "-ldl"])
         fresh.rename(target)
+
+
+def _give_stacks(library: ctypes.CDLL) -> None:
+    """Of 2,048 mappings each, so one area for all libraries: 32 with their own were more than a process may have."""
+    global _stacks
+    library.host_stacks.restype = ctypes.c_void_p
+    library.host_stacks.argtypes = (ctypes.c_void_p,)
+    with _ONE_AT_A_TIME:
+        _stacks = library.host_stacks(_stacks)
+    if _stacks is None:
+        raise DeviceRefused("the host has no room for the stacks of a block's threads")
 
 
 def compiler() -> str:

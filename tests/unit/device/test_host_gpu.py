@@ -10,7 +10,7 @@ import pytest
 
 from fabric_pipelines.analytics import kernels
 from fabric_pipelines.analytics.health import Status, measure
-from fabric_pipelines.errors import CheckFailed, MissingDependency
+from fabric_pipelines.errors import CheckFailed, DeviceRefused, MissingDependency
 from fabric_pipelines.testing import host_gpu
 from fabric_pipelines.testing.host_gpu import HostGpu
 from tests.gpu import test_csr_radius, test_row_admit
@@ -251,6 +251,39 @@ def test_a_race_that_changes_nothing_is_named_by_value_threads_and_line(
         "toy", "sums", 1, (card.upload(np.ones(9, np.float32)), 9, card.empty(8, np.float32))
     )
     assert card.launches["sums"] == 1
+
+
+def test_another_library_takes_hardly_any_of_the_mappings_that_a_process_may_have(
+    tmp_path: Path,
+) -> None:
+    """65,530 of them, and a guard page below each thread's stack takes two: stacks are the process's, not a library's."""
+    cards = []
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "toy.cu").write_text(TOY + f"// {name}\n")
+        cards.append(HostGpu(tmp_path / name, tmp_path / name))
+    mappings = []
+    for card in cards:
+        count = card.upload(np.zeros(1, np.int32))
+        card.launch("toy", "counted", 3, (count,))
+        assert card.download(count) == 3 * 256
+        mappings.append(len(Path("/proc/self/maps").read_text().splitlines()))
+    assert mappings[2] - mappings[0] < 40
+
+
+def test_an_array_that_the_host_has_no_room_for_is_refused(
+    toy: HostGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        mmap, munmap = host_gpu._Pages._libc.mmap, host_gpu._Pages._libc.munmap
+
+        @staticmethod
+        def mprotect(*_: object) -> int:
+            return -1
+
+    monkeypatch.setattr(host_gpu._Pages, "_libc", Full())
+    with pytest.raises(DeviceRefused, match="no room for one more array, of 400 bytes"):
+        toy.empty(100, np.float32)
 
 
 def test_arguments_must_be_what_the_kernel_reads(toy: HostGpu) -> None:
