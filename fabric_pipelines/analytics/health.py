@@ -150,8 +150,8 @@ def measure(
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on the GPU
-    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P10 and P12 and, in
-    float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
+    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P5, P6, P10 and P12 and,
+    in float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -267,8 +267,8 @@ def _run(
     size, radius2 = found.size, radii.radius2
     members = Members.of(csr, found.good, size, means.weight, means.mean)
     rms = np.sqrt(radii.within / np.maximum(size, 1))
-    centre = may("P5", lambda: robust(csr, members, radius2, rms))
-    shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
+    centre = may("P5", lambda: robust(csr, sweeps, members, radius2, rms))
+    shape = may("P6", lambda: spectrum(csr, sweeps, members, found.norm, cosine=cosine))
     pairs = may("P7", lambda: passes.pairs(means, radii, size, sweeps.tiles))
     several = int((size > 0).sum()) > 1
     points = None

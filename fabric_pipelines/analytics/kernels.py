@@ -14,12 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.analytics import card_tiles
-from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
+from fabric_pipelines.analytics import kernels_moments as moments
+from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
-from fabric_pipelines.analytics.sweeps import Admitted, CpuSweeps, Linked, Nearest, Parted
+from fabric_pipelines.analytics.stacks import Members
+from fabric_pipelines.analytics.sweeps import (
+    Admitted,
+    CpuSweeps,
+    Linked,
+    Nearest,
+    Parted,
+    Pulled,
+    Spectra,
+)
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -498,16 +508,20 @@ class CudaSweeps(CpuSweeps):
 
 class UnprovenSweeps(CudaSweeps):
     """More of the table on the card, by kernels that no card has run yet: they were held to their twins on a CPU alone
-    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows: the
-    table then says "cpu" of those passes."""
+    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows, and P6 is not
+    swept where they leave too little for the largest matrix: the table then says "cpu" of those passes."""
 
-    swept = CudaSweeps.swept | {"P4", "P10", "P12"}
+    swept = CudaSweeps.swept | {"P4", "P5", "P6", "P10", "P12"}
 
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
         super().__init__(csr, ordinal)
         try:
             self._ids: DeviceArray = self._gpu.upload(csr.ids)
-            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
+            free = self._gpu.memory().free_bytes
+            self._spectra_fit = moments.bytes_needed(csr) <= free
+            if not self._spectra_fit:
+                self.swept = self.swept - {"P6"}
+            if card_tiles.bytes_needed(csr) <= free:
                 self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
         except DeviceRefused:
             self._gpu.close()
@@ -542,6 +556,49 @@ class UnprovenSweeps(CudaSweeps):
     def equal_hashes(self, row_hash: U64) -> I64 | None:
         copy_of, _ = csr_copies(self._gpu, self._gpu.upload(row_hash), self._indptr)
         return self._gpu.download(copy_of)
+
+    def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
+        """By the kernels of P2 and P3; what is made of one number a row is made here."""
+        csr = self._csr
+        apart = np.sqrt(self.radius2(weight, mean + here))
+        listed = weight != 0
+        far = listed & (apart > np.repeat(reach, csr.sizes))
+        pull = np.divide(1.0, apart, out=np.zeros_like(apart), where=far)
+        strength = segment_sum(pull, csr.indptr)
+        met = segment_sum((listed & ~far).astype(np.float64), csr.indptr)
+        total = self.centroid(weight * pull)
+        total -= mean * strength[:, None]
+        return Pulled(total, strength, met)
+
+    def spectra(
+        self, members: Members, weight: F64, growth: float, *, centred: bool, sided: bool
+    ) -> Spectra | None:
+        if not self._spectra_fit:
+            return None
+        given = (self._gpu.upload(part) for part in (weight, members.places, members.mean))
+        store = moments.Store(self._rows, *given)
+        upper = self._gpu.empty(len(weight), np.uint8)
+        self._gpu.fill(upper, 0)
+        real, status = (
+            np.full((moments.REAL, self._csr.clusters), np.nan),
+            np.zeros(self._csr.clusters, np.int32),
+        )
+        for work in moments.waves(members.first, members.size, self._csr.dim):
+            found = moments.shapes(
+                self._gpu, store, work, growth, centred=centred, side=upper if sided else None
+            )
+            real[:, work.clusters], status[work.clusters] = found.real.T, found.status
+        trace, total, largest, entropy, squares, logs = real
+        return Spectra(
+            trace,
+            total,
+            largest,
+            entropy,
+            squares,
+            logs,
+            status == 0,
+            self._gpu.download(upper) != 0,
+        )
 
     def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
         """None where no row has a neighbour."""
