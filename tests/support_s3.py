@@ -39,7 +39,7 @@ def seaweed(folder: Path) -> Iterator[str]:
             weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
             f"-master.port={port[0]}", f"-volume.port={port[1]}", f"-filer.port={port[2]}",
             f"-s3.port={port[3]}", "-s3.port.iceberg=0", f"-s3.config={folder / 's3.json'}",
-            "-volume.max=8", "-master.volumeSizeLimitMB=64",
+            "-volume.max=8", "-volume.minFreeSpace=64MiB", "-master.volumeSizeLimitMB=64",
         ]  # fmt: skip
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
