@@ -23,6 +23,7 @@ K_MAX = 128  # of the lists that a warp keeps in registers
 BINS = 64  # of the margin histogram
 STEP_DIMS = 32  # device codes are filled up to a multiple
 LIMIT = 1 << 31
+ROWS_MAX = 1 << 32  # a key numbers its row in 32 bits
 INT8_TOP, PLANES_MAX = 127, 3
 
 I32 = npt.NDArray[np.int32]
@@ -256,7 +257,7 @@ def ivf_keys(
 ) -> Keys:  # fmt: skip
     """The first half of ivf_scan: the k nearest of each piece of a list and query."""
     count, dim = xq.shape
-    if len(store.rows) >= 1 << 32 or count * dim >= LIMIT:
+    if len(store.rows) >= ROWS_MAX or count * dim >= LIMIT:
         raise UsageError(
             f"{len(store.rows):,} rows and {count:,} queries: at most 2^32 rows and 2^31 numbers"
         )

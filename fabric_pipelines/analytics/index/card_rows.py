@@ -21,6 +21,7 @@ from fabric_pipelines.analytics.index.store import F64
 from fabric_pipelines.analytics.resident import LENGTH_MAX, ResidentScan, workspace_bytes
 from fabric_pipelines.analytics.search import Floats, Ids, Metric, Queries, dot_error
 from fabric_pipelines.device.card import Card, DeviceArray
+from fabric_pipelines.errors import DeviceRefused
 
 SPARE = 8  # nearest rows beyond k: they prove that none of the k was lost to rounding
 ROOM = 8  # places of a list beside an eighth of its size
@@ -62,6 +63,8 @@ class CardRows(Places):
         self._rows = self._length = None
         self._wide = {}
         self.card.trim()
+        if self._block is None and places >= scans.ROWS_MAX:
+            raise DeviceRefused(f"lists of {places:,} rows: the scan numbers 2^32: {REMEDY}")
         self.card.require_memory(
             bytes_needed(places, len(self.start), dim), f"an index of {places:,} rows", REMEDY
         )
