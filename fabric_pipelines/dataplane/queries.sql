@@ -558,6 +558,12 @@ where w.cluster <> fabric.cluster() or not exists (select from pg_class where oi
 -- name: forget_watch
 select fabric.forget_watch(%(watch)s);
 
+-- name: is_template
+select datistemplate from pg_database where datname = current_database();
+
+-- name: template_encoding
+select pg_encoding_to_char(encoding) from pg_database where datname = 'template1';
+
 -- name: fabric_holders
 select distinct format('pid %s (%s, role %s) since %s', a.pid, coalesce(nullif(a.application_name, ''), 'no name'), a.usename, a.xact_start)
 from pg_locks as l
