@@ -487,9 +487,13 @@ class BrokerClient:
 
     # -- completion
 
-    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
-        """PULLED_SCHEMA, oldest first, at most `rows`; a row comes once per session until `release_pulled`."""
-        reply, parts = self._call("pull", {"rows": rows, "wait_s": wait_s})
+    def pull_computed(
+        self, *, rows: int, wait_s: float = 0, skip: Sequence[str] = ()
+    ) -> pa.RecordBatch | None:
+        """PULLED_SCHEMA, oldest first, at most `rows`; a row comes once per session until `release_pulled`. Rows of the
+        functions in `skip` stay where they are, and come first once they are not named any more."""
+        head = {"rows": rows, "wait_s": wait_s}
+        reply, parts = self._call("pull", {**head, "skip": list(skip)} if skip else head)
         return _checked(reply, parts[0]) if parts else None
 
     def retire(self, task_ids: TaskIds, confirmation: Confirmation) -> int:
@@ -502,8 +506,9 @@ class BrokerClient:
         more = () if requeues is None else (as_part(np.asarray(requeues, np.uint8)),)
         return self._settle(task_ids, confirmation, *more, dead=True)
 
-    def release_pulled(self) -> None:
-        self._call("release", {})
+    def release_pulled(self, task_ids: TaskIds | None = None) -> None:
+        """This session may be handed once more what it pulled: everything, or these tasks."""
+        self._call("release", {}, *(() if task_ids is None else (ids_part(task_ids),)))
 
     def _settle(
         self, task_ids: TaskIds, confirmation: Confirmation, *more: Part, dead: bool

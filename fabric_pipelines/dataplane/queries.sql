@@ -264,8 +264,9 @@ select set_config('synchronous_commit', 'on', false)
 where current_setting('synchronous_commit') = 'off';
 
 -- name: bounded_waits
--- Whoever locks a results table makes landing wait and try again, not hang.
-set lock_timeout = '30s';
+-- Whoever locks a results table makes landing wait and try again, not hang; as long as that has a writer other functions
+-- share the rest.
+set lock_timeout = '5s';
 
 -- name: current_xid
 select pg_current_xact_id()::text;

@@ -62,7 +62,7 @@ from fabric_pipelines.dataplane.sinks import (
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.dataplane.staleness import ring
-from fabric_pipelines.dataplane.table_trouble import table_refuses, told
+from fabric_pipelines.dataplane.table_trouble import TableHeld, table_refuses, told
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
     IncarnationMismatch,
@@ -262,7 +262,7 @@ def land(
         raise SchemaError(f"a landing takes one function, this batch has {functions}")
     sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
     meter = meter or Meter(connection)
-    with landing_into(sink.table, f"database {identity.database}"):
+    with landing_into(sink.table, f"database {identity.database}", connection):
         landed = _filled(connection, sink, batch, landing, identity, meter, refused or {})
         began = time.perf_counter()
         try:
@@ -351,7 +351,7 @@ def _filled(
                 raise
             stays = np.flatnonzero(np.isin(_ids(batch), fault.buried)).tolist()
             given = {**{at: dead_before(at) for at in stays}, **given}
-    raise DatabaseUnavailable(
+    raise TableHeld(
         f"database {identity.database}: another completion lands the same tasks of {sink.table} at this moment; this "
         "one tries again"
     )
