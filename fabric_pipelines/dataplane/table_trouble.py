@@ -9,7 +9,7 @@ fewer than ROWS_ALIKE are buried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psycopg
 from psycopg import sql
@@ -29,7 +29,9 @@ class TableTrouble(DatabaseUnavailable):
 
 
 class TableRefuses(TableTrouble):
-    """The table takes no row at all for now, whatever it holds."""
+    """The table takes no row at all for now, whatever it holds. words: those that an operator may accept."""
+
+    words: Mapping[str, str] | None = None
 
 
 class TableHeld(TableTrouble):
@@ -43,11 +45,13 @@ def is_of_the_table(fault: psycopg.Error) -> bool:
     return state[:2] in ("40", "55") or state == "57014"
 
 
-def told(table: str, where: str, fault: psycopg.Error) -> TableRefuses:
+def told(table: str, where: str, fault: psycopg.Error, accepts: str = "") -> TableRefuses:
+    """accepts: the command that ends the waiting by dead letters."""
+    way_out = f"; if it means it, `{accepts}` makes dead letters of them" if accepts else ""
     why = fault.diag.message_primary or str(fault)
     return TableRefuses(
         f"{table} of {where} refuses every row alike ({fault.sqlstate}: {why}): nothing is buried, landing waits and goes on "
-        "by itself once that trigger, default, sequence or partitioning lets rows in"
+        f"by itself once that trigger, default, sequence or partitioning lets rows in{way_out}"
     )
 
 
