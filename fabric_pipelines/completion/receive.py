@@ -137,7 +137,7 @@ class Counters:
     retired_output_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
     """Rows of one function: to be landed, then to be retired. session: number of the one that pulled them. trial: their
     function waits. `at`: the writer that has them, or had them last and may know what became of a commit without an answer."""
