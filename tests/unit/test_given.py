@@ -27,6 +27,7 @@ from fabric_pipelines.receipts.rebuilding import _spec
 from fabric_pipelines.records.lease import HEAD_FIELDS, METADATA_KEY, Lease
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.settings import Settings
+from fabric_pipelines.shards import judging
 from fabric_pipelines.shards.content import IndexSpec
 from fabric_pipelines.shards.manifest import FileEntry, file_entries
 from fabric_pipelines.supervise.place import Place, ProcessState
@@ -227,6 +228,22 @@ def test_the_index_of_a_receipt() -> None:
             _spec(receipt_of([], told), {}, None)
     with pytest.raises(UsageError, match=r"^lists is 0"):
         _spec(receipt_of([], index), {"lists": 0}, None)
+
+
+def test_recorded_decisions(tmp_path: Path) -> None:
+    path = tmp_path / judging.DECISIONS_FILE
+    evidence = {"signal": "s", "value": 1.0, "status": "ok", "sense": "max", "threshold": 2.0}
+    stands = {"verdict": "QUARANTINE", "rule": "r", "since": 1, "measured": 1, "evidence": [evidence]}
+    whole = {"cluster": 0, "measurement": 1, "stands": stands}
+    assert judging._decisions(path, [whole])[0].cluster == 0
+    for told in (
+        {},
+        [7],
+        [{}],
+        [{**whole, "stands": {**stands, "evidence": [{**evidence, "x": 1}]}}],
+    ):
+        with pytest.raises(SchemaError, match=r"decisions\.json cannot be read .*remove it"):
+            judging._decisions(path, told)
 
 
 def test_a_lease_and_answers_of_a_broker() -> None:
