@@ -24,6 +24,16 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the index lies.")]
+Backend = Annotated[
+    Literal["cpu", "cuda"], typer.Option(help="Where it is scanned; cuda needs --unproven.")
+]
+Unproven = Annotated[
+    bool,
+    typer.Option(
+        "--unproven",
+        help="Take scans that no card has run yet: they were held to the CPU's answers on a CPU.",
+    ),
+]
 Vectors = Annotated[str, typer.Option(help="Column of the vectors in a Parquet file.")]
 
 
@@ -82,6 +92,8 @@ def index_recall(
     plot: Annotated[
         Path | None, typer.Option(help="Write recall against latency as PNG here.")
     ] = None,
+    backend: Backend = "cpu",
+    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """Recall against exact search and milliseconds a query, on this machine, for every effort."""
@@ -89,7 +101,7 @@ def index_recall(
     from fabric_pipelines.analytics.index.tradeoff import picture, tradeoff
 
     settings_of(ctx)
-    index = VectorIndex.load(folder)
+    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
     steps = tradeoff(index, k)
     stats = index.stats()
     if plot:
@@ -99,6 +111,7 @@ def index_recall(
         except OSError as fault:
             raise UsageError(f"{plot} cannot be written: {fault.strerror}") from fault
     answer = {"folder": str(folder), "kind": stats.kind, "metric": stats.metric, "k": k}
+    answer |= {"where": stats.where}
     emit(answer | {"rows": stats.rows, "steps": [plain(step) for step in steps]}, as_json)
 
 
@@ -115,6 +128,11 @@ def search(
     rerank: Annotated[
         int | None, typer.Option(help="Candidates ranked by their rows; default: measured.")
     ] = None,
+    health: Annotated[
+        bool, typer.Option("--health", help="And what the search met: lists that gave nothing.")
+    ] = False,
+    backend: Backend = "cpu",
+    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """The nearest rows of an index for rows of it or for queries of a file, nearest first."""
@@ -126,14 +144,15 @@ def search(
     settings_of(ctx)
     if bool(like) == bool(queries):
         raise UsageError("what is searched for? give --like ID, or --queries FILE")
-    index = VectorIndex.load(folder)
+    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
     if queries:
         xq: Any = read_queries(queries, vector_column)
         names = list(range(len(xq)))
     else:
         names = list(like or ())
         xq = index.rows_of(np.array(names, np.int64))
-    D, I, found = index.search(xq, k, nprobe=nprobe, rerank=rerank)  # noqa: E741
+    told = index.search(xq, k, nprobe=nprobe, rerank=rerank, health=health)
+    D, I, found = told  # noqa: E741
     what = "query" if queries else "like"
     rows = [
         {what: name, "id": int(I[at, place]), "distance": float(D[at, place])}
@@ -141,7 +160,16 @@ def search(
         for place in range(int(found[at]))
     ]
     answer = {"folder": str(folder), "kind": index.kind.name, "metric": index.metric}
-    emit(answer | {"found": found.tolist(), "rows": rows}, as_json, shown=answer | {"rows": rows})
+    answer |= {"where": index.stats().where}
+    shown = answer | {"rows": rows}
+    if told.health is not None:
+        met = told.health
+        counts = {name: getattr(met, name) for name in ("ranked", "nonfinite", "norm_changed")}
+        counts |= {"probes": int(met.probe.sum()), "wasted_probes": int(met.wasted.sum())}
+        shown |= counts
+        lists = {name: getattr(met, name).tolist() for name in ("probe", "hit", "wasted", "margin")}
+        answer |= {"health": counts | lists}
+    emit(answer | {"found": found.tolist(), "rows": rows}, as_json, shown=shown)
 
 
 def _rows(

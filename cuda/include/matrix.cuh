@@ -1,4 +1,4 @@
-// Products of f32 matrices on TF32 matrix units, to the digits of f32: each factor as two TF32 numbers, three products.
+// Matrix units: products of f64 matrices, and of f32 ones to their digits on TF32 units, each factor as two TF32 numbers.
 //
 // Ootomo and Yokota, arXiv 2203.03341: x = big + small, x y = big big + big small + small big to 2^-22. The units
 // truncate what they add, so every 8 dimensions are summed from 0 there and added outside, rounded.
@@ -26,6 +26,27 @@ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const unsigned (
     d[0] += upper * left, d[1] += upper * right, d[2] += lower * left, d[3] += lower * right;
   }
 }
+
+// Lane 4 g + t holds of A (8 x 4) row g at t, of B (4 x 8) column g at t, of D (8 x 8) row g at columns 2 t and 2 t + 1. Lanes meet
+// once and the last one works for all: a meeting a factor took ten times as long.
+inline void multiply_add(double& d0, double& d1, double a, double b, HOST_SITE) {
+  struct Held {
+    double a, b, *d0, *d1;
+  } own{a, b, &d0, &d1};
+  host::meet(kFull, HOST_AT("mma.m8n8k4"), reinterpret_cast<uint64_t>(&own), 0, 0,
+             [](unsigned first, unsigned lane) {
+               auto of = [=](unsigned other) {
+                 return reinterpret_cast<const Held*>(host::fibers[first + other].value);
+               };
+               const Held* mine = of(lane);
+               for (unsigned k = 0; k < 4; ++k) {
+                 const double left = of(lane / 4 * 4 + k)->a;
+                 *mine->d0 = fma(left, of(8 * (lane % 4) + k)->b, *mine->d0);
+                 *mine->d1 = fma(left, of(8 * (lane % 4) + 4 + k)->b, *mine->d1);
+               }
+               return uint64_t{0};
+             });
+}
 #else
 __device__ __forceinline__ unsigned tf32(float x) {
   unsigned bits;
@@ -39,6 +60,12 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void multiply_add(double& d0, double& d1, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(d0), "+d"(d1)
+      : "d"(a), "d"(b));
 }
 #endif
 

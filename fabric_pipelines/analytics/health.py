@@ -45,7 +45,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
-    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
+    partner). pass_bytes[pass]: foreseen beyond the rows, pass_card_bytes[pass] of them on the card. backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
     disagreements: the same by the two passes."""
 
     metric: Metric
@@ -56,6 +56,7 @@ class HealthTable:
     pass_seconds: Mapping[str, float]
     pass_flop: Mapping[str, float]
     pass_bytes: Mapping[str, int]
+    pass_card_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
     disagreements: Mapping[str, I64]
@@ -98,6 +99,7 @@ class HealthTable:
             "pass_seconds": dict(self.pass_seconds),
             "pass_flop": dict(self.pass_flop),
             "pass_bytes": dict(self.pass_bytes),
+            "pass_card_bytes": dict(self.pass_card_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
             "disagreements": {pair: at.tolist() for pair, at in self.disagreements.items()},
@@ -150,8 +152,8 @@ def measure(
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
     metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on the GPU
-    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P10 and P12 and, in
-    float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
+    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P5, P6, P10 and P12 and,
+    in float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
     than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
@@ -162,15 +164,16 @@ def measure(
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
-    drawn = plan.draw(
-        csr,
-        wanted={spec.pass_name for spec in asked},
-        budget_flop=budget_flop,
-        workspace_bytes=workspace_bytes,
-    )
     with timed() as opening:
         sweeps = _sweeps(backend, csr, unproven=unproven)
     try:
+        drawn = plan.draw(
+            csr,
+            wanted={spec.pass_name for spec in asked},
+            budget_flop=budget_flop,
+            workspace_bytes=workspace_bytes,
+            costs=sweeps.costs,
+        )
         seconds = {"open": opening["seconds"]}
         return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
     finally:
@@ -228,6 +231,7 @@ def _measure(
         pass_seconds=seconds,
         pass_flop=drawn.flop,
         pass_bytes=drawn.workspace_bytes,
+        pass_card_bytes=drawn.card_bytes,
         backend={
             name: sweeps.name
             if name in sweeps.swept or (name in TILED and sweeps.tiles is not None)
@@ -267,8 +271,8 @@ def _run(
     size, radius2 = found.size, radii.radius2
     members = Members.of(csr, found.good, size, means.weight, means.mean)
     rms = np.sqrt(radii.within / np.maximum(size, 1))
-    centre = may("P5", lambda: robust(csr, members, radius2, rms))
-    shape = may("P6", lambda: spectrum(csr, members, found.norm, cosine=cosine))
+    centre = may("P5", lambda: robust(csr, sweeps, members, radius2, rms))
+    shape = may("P6", lambda: spectrum(csr, sweeps, members, found.norm, cosine=cosine))
     pairs = may("P7", lambda: passes.pairs(means, radii, size, sweeps.tiles))
     several = int((size > 0).sum()) > 1
     points = None

@@ -13,24 +13,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics import card_tiles
-from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr
-from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
+from fabric_pipelines.analytics import card_plan, card_tiles
+from fabric_pipelines.analytics import kernels_moments as moments
+from fabric_pipelines.analytics.card_plan import (
+    MOVE_ROWS,
+    REDUCE_ROWS,
+    RUN_ROWS,
+    SLAB,
+    window_width,
+)
+from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
-from fabric_pipelines.analytics.sweeps import Admitted, CpuSweeps, Linked, Nearest, Parted
+from fabric_pipelines.analytics.stacks import Members
+from fabric_pipelines.analytics.sweeps import (
+    Admitted,
+    CpuSweeps,
+    Linked,
+    Nearest,
+    Parted,
+    Pulled,
+    Spectra,
+)
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
 
-RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
-SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
-REDUCE_ROWS = 1024  # rows of one partial: kRun of csr_reduce.cu
-MOVE_ROWS = 128  # rows of one partial: kRun of two_means.cu
 SHARES_MAX = 4  # kShares of csr_select.cu
-WINDOW_BYTES = 1 << 30  # partial sums held at once
 WARP = 32
+OPTIONAL = ("P6",)  # stays with the CPU where the card has no room for it
 
 
 def lanes_for(dim: int) -> int:
@@ -86,7 +98,7 @@ def csr_centroid(
     indptr: DeviceArray,
     *,
     blocks: int | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int | None = None,
 ) -> DeviceArray:
     """rows f32 [N, d], weight f64 [N], indptr i64 [K+1] -> sums f64 [K, d]. Twin: reference.csr_centroid.
 
@@ -99,7 +111,7 @@ def csr_centroid(
         return total
     runs = -(-count // RUN_ROWS)
     slots = runs + clusters
-    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    width = window_width(slots, dim, window_bytes)
     partial = gpu.empty(slots * width, np.float64)
     for low in range(0, dim, width):
         wide = min(width, dim - low)
@@ -323,7 +335,7 @@ def two_means(
     start: DeviceArray,
     *,
     blocks: int | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int | None = None,
     rounds: int = ROUNDS_MAX,
 ) -> Halved:
     """rows f32 [N, d], weight f64 [N], indptr i64 [K+1], mean f64 [K, d] of weight x row, size i64 [K] rows of weight
@@ -346,7 +358,7 @@ def two_means(
     runs = -(-count // MOVE_ROWS)
     slots = runs + clusters
     moves = gpu.empty(slots, np.uint64)
-    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    width = window_width(slots, dim, window_bytes)
     partial = gpu.empty(slots * width, np.float64)
     kind, shape = _variant(gpu, rows), (count, dim, clusters)
 
@@ -444,16 +456,6 @@ def flat_words(
     )
 
 
-def bytes_needed(csr: Csr) -> int:
-    """Most device memory that the sweeps hold at once, 128 dimensions of partial sums included. Beside the rows and their
-    ids the neighbour graph takes most a row: lists of 20 in float64 and int64, and six numbers."""
-    count, clusters = len(csr.rows), csr.clusters
-    per_row = 4 * csr.dim + 8 + max(8 + 1 + 16 + 8 + 8, LOF_NEIGHBOURS * 16 + 49)
-    slots = -(-count // MOVE_ROWS) + clusters
-    window = min(max(WINDOW_BYTES, 8 * slots * SLAB), 8 * slots * csr.dim)
-    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window + 48 * slots
-
-
 class CudaSweeps(CpuSweeps):
     """The three sweeps whose kernels were held to their twins on a card; the rest on the CPU. The rows are uploaded once and
     stay on the card until close."""
@@ -464,10 +466,15 @@ class CudaSweeps(CpuSweeps):
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
         super().__init__(csr)
         self._gpu = Gpu(ordinal)
+        planned = card_plan.costs(csr)
+        self.costs = {name: cost for name, cost in planned.items() if name in self.swept}
+        most = max(cost.card_bytes for name, cost in self.costs.items() if name not in OPTIONAL)
         try:
             what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
             self._gpu.require_memory(
-                bytes_needed(csr), what, "measure fewer clusters at a time, or use the cpu backend"
+                card_plan.opening_bytes(csr) + most,
+                what,
+                "measure fewer clusters at a time, or use the cpu backend",
             )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
@@ -498,17 +505,24 @@ class CudaSweeps(CpuSweeps):
 
 class UnprovenSweeps(CudaSweeps):
     """More of the table on the card, by kernels that no card has run yet: they were held to their twins on a CPU alone
-    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows: the
-    table then says "cpu" of those passes."""
+    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows, and P6 is not
+    swept where they leave too little for the largest matrix: the table then says "cpu" of those passes."""
 
-    swept = CudaSweeps.swept | {"P4", "P10", "P12"}
+    swept = CudaSweeps.swept | {"P4", "P5", "P6", "P10", "P12"}
 
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
         super().__init__(csr, ordinal)
         try:
             self._ids: DeviceArray = self._gpu.upload(csr.ids)
-            if card_tiles.bytes_needed(csr) <= self._gpu.memory().free_bytes:
+            free = self._gpu.memory().free_bytes
+            planned = card_plan.costs(csr)
+            if max(planned[name].card_bytes for name in card_tiles.PASSES) <= free:
                 self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
+            self._spectra_fit = planned["P6"].card_bytes <= free
+            if not self._spectra_fit:
+                self.swept = self.swept - {"P6"}
+            taken = self.swept | set(card_tiles.PASSES if self.tiles is not None else ())
+            self.costs = {name: cost for name, cost in planned.items() if name in taken}
         except DeviceRefused:
             self._gpu.close()
             raise
@@ -542,6 +556,49 @@ class UnprovenSweeps(CudaSweeps):
     def equal_hashes(self, row_hash: U64) -> I64 | None:
         copy_of, _ = csr_copies(self._gpu, self._gpu.upload(row_hash), self._indptr)
         return self._gpu.download(copy_of)
+
+    def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
+        """By the kernels of P2 and P3; what is made of one number a row is made here."""
+        csr = self._csr
+        apart = np.sqrt(self.radius2(weight, mean + here))
+        listed = weight != 0
+        far = listed & (apart > np.repeat(reach, csr.sizes))
+        pull = np.divide(1.0, apart, out=np.zeros_like(apart), where=far)
+        strength = segment_sum(pull, csr.indptr)
+        met = segment_sum((listed & ~far).astype(np.float64), csr.indptr)
+        total = self.centroid(weight * pull)
+        total -= mean * strength[:, None]
+        return Pulled(total, strength, met)
+
+    def spectra(
+        self, members: Members, weight: F64, growth: float, *, centred: bool, sided: bool
+    ) -> Spectra | None:
+        if not self._spectra_fit:
+            return None
+        given = (self._gpu.upload(part) for part in (weight, members.places, members.mean))
+        store = moments.Store(self._rows, *given)
+        upper = self._gpu.empty(len(weight), np.uint8)
+        self._gpu.fill(upper, 0)
+        real, status = (
+            np.full((moments.REAL, self._csr.clusters), np.nan),
+            np.zeros(self._csr.clusters, np.int32),
+        )
+        for work in moments.waves(members.first, members.size, self._csr.dim):
+            found = moments.shapes(
+                self._gpu, store, work, growth, centred=centred, side=upper if sided else None
+            )
+            real[:, work.clusters], status[work.clusters] = found.real.T, found.status
+        trace, total, largest, entropy, squares, logs = real
+        return Spectra(
+            trace,
+            total,
+            largest,
+            entropy,
+            squares,
+            logs,
+            status == 0,
+            self._gpu.download(upper) != 0,
+        )
 
     def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
         """None where no row has a neighbour."""

@@ -23,6 +23,7 @@ K_MAX = 128  # of the lists that a warp keeps in registers
 BINS = 64  # of the margin histogram
 STEP_DIMS = 32  # device codes are filled up to a multiple
 LIMIT = 1 << 31
+ROWS_MAX = 1 << 32  # a key numbers its row in 32 bits
 INT8_TOP, PLANES_MAX = 127, 3
 
 I32 = npt.NDArray[np.int32]
@@ -85,6 +86,16 @@ class Health(NamedTuple):
     hit: DeviceArray
     wasted: DeviceArray
     margin: DeviceArray
+
+
+class Keys(NamedTuple):
+    """On the card, but for the plan: key u64 [items, 4, k], and parts of the plan."""
+
+    key: DeviceArray
+    plan: Plan
+    task_list: DeviceArray
+    first: DeviceArray
+    at: DeviceArray
 
 
 class Found(NamedTuple):
@@ -164,10 +175,10 @@ def e8_codes(
         if len(codes):
             whole[start:stop] = interleaved(codes, bits)
             terms[:, start * GROUP_ROWS : start * GROUP_ROWS + len(codes)] = columns
-    factor, constant = (_send(gpu, term.reshape(-1, GROUP_ROWS)) for term in terms)
-    groups, there = _send(gpu, list_group), _send(gpu, sizes)
+    factor, constant = (send(gpu, term.reshape(-1, GROUP_ROWS)) for term in terms)
+    groups, there = send(gpu, list_group), send(gpu, sizes)
     dims = STEP_DIMS * words // bits
-    return E8Codes(_send(gpu, whole), factor, constant, groups, there, sizes, bits, dims)
+    return E8Codes(send(gpu, whole), factor, constant, groups, there, sizes, bits, dims)
 
 
 def e8_queries(gpu: Card, codes: E8Codes, levels: npt.NDArray[Any], unit: F32) -> E8Queries:
@@ -183,8 +194,8 @@ def e8_queries(gpu: Card, codes: E8Codes, levels: npt.NDArray[Any], unit: F32) -
     padded = np.zeros((count, number, codes.dims), np.int8)
     padded[..., :width] = planes
     total = np.asarray(levels).astype(np.int64).sum(axis=1)
-    words = _send(gpu, padded.view("<i4"))
-    return E8Queries(words, _send(gpu, total), _send(gpu, unit.astype(np.float32)), number)
+    words = send(gpu, padded.view("<i4"))
+    return E8Queries(words, send(gpu, total), send(gpu, unit.astype(np.float32)), number)
 
 
 def e8_codec_scan(
@@ -193,7 +204,7 @@ def e8_codec_scan(
     """Exact products i32 [items, 4, 32]; plan of groups of 32 rows. Twin: reference.e8_codec_scan.products."""
     product = gpu.empty((plan.items, QUERIES, GROUP_ROWS), np.int32)
     if plan.items:
-        there = [_send(gpu, part) for part in plan[:3]]
+        there = [send(gpu, part) for part in plan[:3]]
         gpu.launch(
             "e8_codec_scan",
             f"e8_codec_scan_{codes.bits}_{queries.planes}",
@@ -219,13 +230,13 @@ def e8_codec_best(
     if len(plan.task_list):
         far = np.zeros(plan.task_query.size, np.float32)
         far[plan.at[plan.at >= 0]] = apart[plan.at >= 0]
-        there = [_send(gpu, part) for part in plan[:3]]
+        there = [send(gpu, part) for part in plan[:3]]
         gpu.launch(
             "e8_codec_scan",
             f"e8_codec_best_{_slots(k)}",
             blocks or gpu.blocks_for(far.size),
             (product, codes.factor, codes.constant, codes.list_group, codes.size, *there,
-             queries.unit, _send(gpu, far), len(plan.task_list), k, key),
+             queries.unit, send(gpu, far), len(plan.task_list), k, key),
         )  # fmt: skip
     return key
 
@@ -236,43 +247,61 @@ def ivf_scan(
 ) -> Found:  # fmt: skip
     """xq f32 [m, d] and its norms reach f32 [m] on the card; probes int64 [m, p] here. k up to 128. With `health` the scan
     also counts; its answer is the same bytes. Twin: reference.ivf_scan."""
-    rows, (count, dim) = store.rows, xq.shape
-    if len(rows) >= 1 << 32 or count * dim >= LIMIT:
+    keys = ivf_keys(gpu, store, xq, reach, probes, k, metric, blocks=blocks)
+    return ivf_merge(gpu, store, keys, health=health, blocks=blocks)
+
+
+def ivf_keys(
+    gpu: Card, store: FloatStore, xq: DeviceArray, reach: DeviceArray, probes: I64, k: int,
+    metric: Distance, *, blocks: int | None = None,
+) -> Keys:  # fmt: skip
+    """The first half of ivf_scan: the k nearest of each piece of a list and query."""
+    count, dim = xq.shape
+    if len(store.rows) >= ROWS_MAX or count * dim >= LIMIT:
         raise UsageError(
-            f"{len(rows):,} rows and {count:,} queries: at most 2^32 rows and 2^31 numbers"
+            f"{len(store.rows):,} rows and {count:,} queries: at most 2^32 rows and 2^31 numbers"
         )
     if len(probes) != count:
         raise UsageError(f"{count} queries, and probes of {len(probes)}")
     plan = planned(probes, store.sizes, PIECE_ROWS)
     key = gpu.empty((plan.items, QUERIES, _held(k)), np.uint64)
-    task_list, task_query, first, at = (_send(gpu, part) for part in plan)
+    task_list, task_query, first, at = (send(gpu, part) for part in plan)
     if plan.items:
         gpu.launch(
             "ivf_scan",
             f"ivf_scan_{metric}_{_slots(k)}",
             blocks or gpu.blocks_for(plan.items),
-            (rows, store.length, store.indptr, xq, reach, task_list, task_query, first,
+            (store.rows, store.length, store.indptr, xq, reach, task_list, task_query, first,
              len(plan.task_list), plan.items, dim, k, key),
         )  # fmt: skip
+    return Keys(key, plan, task_list, first, at)
+
+
+def ivf_merge(
+    gpu: Card, store: FloatStore, keys: Keys, *, health: Health | None = None,
+    blocks: int | None = None,
+) -> Found:  # fmt: skip
+    """The second half: of all lists of a query."""
+    (count, probes), k = keys.at.shape, keys.key.shape[2]
     out = Found(
         gpu.empty((count, k), np.float32),
         gpu.empty((count, k), np.int64),
         gpu.empty(count, np.int64),
     )
     if count:
-        counted = () if health is None else (task_list, *health)
+        counted = () if health is None else (keys.task_list, *health)
         gpu.launch(
             "ivf_scan",
             f"ivf_scan_merge_{'' if health is None else 'health_'}{_slots(k)}",
             blocks or gpu.blocks_for(count),
-            (key, first, at, store.ids, count, probes.shape[1], k, *out, *counted),
+            (keys.key, keys.first, keys.at, store.ids, count, probes, k, *out, *counted),
         )
     return out
 
 
 def health_of(gpu: Card, lists: int) -> Health:
     """Counts of nothing yet."""
-    return Health(*(_send(gpu, np.zeros(size, np.int64)) for size in (lists, lists, lists, BINS)))
+    return Health(*(send(gpu, np.zeros(size, np.int64)) for size in (lists, lists, lists, BINS)))
 
 
 def unpacked(key: npt.NDArray[np.uint64]) -> tuple[F32, I64]:
@@ -294,7 +323,7 @@ def _slots(k: int) -> int:
     return 32 if k <= 32 else K_MAX
 
 
-def _send(gpu: Card, host: npt.NDArray[Any]) -> DeviceArray:
+def send(gpu: Card, host: npt.NDArray[Any]) -> DeviceArray:
     there = gpu.empty(host.shape, host.dtype)
     gpu.store(there, np.ascontiguousarray(host))
     return there

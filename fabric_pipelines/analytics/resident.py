@@ -35,6 +35,7 @@ CAPACITY = 2048  # rows a query may keep until they are scored
 GATHER_ROWS = 1 << 14
 SCORED_FLOATS = 1 << 17  # of float64 at a time
 LENGTH_MAX = 1e18  # squares and products of longer rows or queries overflow float32
+ROWS_MAX = 1 << 31  # the kernel counts the rows that a query keeps in 32 bits
 HALF_MAX = 6e4  # components of queries that are sent as float16
 # Tensor cores align the terms of a sum to the largest and cut the rest off (Fasi et al. 2021, Numerical behavior of
 # NVIDIA tensor cores): two bits more than rounding each sum to nearest.
@@ -66,7 +67,7 @@ class ResidentScan:
         length_max: float,
     ) -> None:
         self._card, self._rows, self._ids, self._length = card, rows, ids, length
-        self._metric, self._fits = metric, length_max < LENGTH_MAX
+        self._metric, self._fits = metric, length_max < LENGTH_MAX and len(rows) < ROWS_MAX
         self._lock = threading.Lock()  # one search at a time: they share what follows
         count, dim = rows.shape
         self._xq = card.empty((QUERY_TILE, dim), rows.dtype)
@@ -101,6 +102,19 @@ class ResidentScan:
                 left.append(crowded)
         return answer, np.concatenate(left)
 
+    def candidates(self, queries: Queries, k: int) -> tuple[Ids, Ids, Ids]:
+        """Number of a query and place of a row on the card, for every row that can be among its k nearest; and the
+        numbers of the queries that were not settled here."""
+        asked = self._settled_here(queries, k)
+        left, chosen = [np.setdiff1d(queries.open, asked)], [(asked[:0], asked[:0])]
+        with self._lock:
+            for first in range(0, len(asked), QUERY_TILE):
+                which, rows, crowded = self._chosen(queries, asked[first : first + QUERY_TILE], k)
+                chosen.append((which, rows))
+                left.append(crowded)
+        which, rows = (np.concatenate(column) for column in zip(*chosen, strict=True))
+        return which, rows, np.concatenate(left)
+
     def _settled_here(self, queries: Queries, k: int) -> Ids:
         if not self._fits or k > K_MAX or not len(self._rows):
             return np.empty(0, np.int64)
@@ -111,6 +125,11 @@ class ResidentScan:
 
     def _possible(self, queries: Queries, asked: Ids, k: int) -> tuple[_Found, Ids]:
         """Every row that can be among the k nearest of each query, scored; and the queries with too many."""
+        which, rows, crowded = self._chosen(queries, asked, k)
+        return self._scored(queries, which, rows), crowded
+
+    def _chosen(self, queries: Queries, asked: Ids, k: int) -> tuple[Ids, Ids, Ids]:
+        """As `candidates`, for at most QUERY_TILE queries."""
         count = len(asked)
         self._send(queries, asked)
         self._choose(count, k)
@@ -123,7 +142,7 @@ class ResidentScan:
         filled = np.arange(depth)[:, None] < taken_of[None, :]
         # Early tiles were judged by a limit that has sunk since.
         place, which = np.nonzero(filled & (lower <= limit[None, :]) & ~crowded[None, :])
-        return self._scored(queries, asked[which], rows[place, which]), asked[crowded]
+        return asked[which], rows[place, which], asked[crowded]
 
     def _send(self, queries: Queries, asked: Ids) -> None:
         wide, norms = queries.wide[asked], queries.norms[asked]

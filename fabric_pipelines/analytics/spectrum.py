@@ -12,9 +12,11 @@ import numpy as np
 
 from fabric_pipelines.analytics.csr import F64, Bool, Csr, unknown
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.sweeps import Spectra, Sweeps
 
 CODING_ERROR = 0.5  # epsilon of the coding rate: distortion allowed, in the unit of the rows
 NUDGE = 1e-10  # of the largest eigenvalue: the shift of inverse iteration, far above its rounding
+SAME = 1e-9  # of a trace that is known: further from it, a device has lost something
 AXIS_RESIDUAL = 1e-7  # |Gv - lv| / l above which the axis is taken from a full decomposition
 
 
@@ -35,7 +37,7 @@ class Spectrum:
     upper: Bool
 
 
-def spectrum(csr: Csr, members: Members, norm: F64, *, cosine: bool) -> Spectrum:
+def spectrum(csr: Csr, sweeps: Sweeps, members: Members, norm: F64, *, cosine: bool) -> Spectrum:
     """norm f64 [N]: length of each row as stored."""
     out = Spectrum(
         trace=unknown(csr.clusters),
@@ -49,6 +51,8 @@ def spectrum(csr: Csr, members: Members, norm: F64, *, cosine: bool) -> Spectrum
         upper=np.zeros(len(csr.rows), dtype=np.bool_),
     )
     inverse = np.divide(1.0, norm, out=np.zeros_like(norm), where=norm > 0)
+    if _by_sweeps(csr, sweeps, members, inverse, out, cosine=cosine):
+        return out
     members.sweep(
         1,
         lambda count: count * csr.dim,
@@ -67,6 +71,44 @@ def workspace_bytes(largest: int, dim: int) -> int:
     """The matrix of the largest cluster, what is made from it, and the library's copies; the rows of an n x n."""
     small = min(largest, dim)
     return 8 * (4 * small * small + (largest * dim if largest < dim else 0))
+
+
+def _by_sweeps(
+    csr: Csr, sweeps: Sweeps, members: Members, inverse: F64, out: Spectrum, *, cosine: bool
+) -> bool:
+    """False where the sweeps leave it to the CPU. Where a matrix has no eigenvalues, or its trace is not what it must be, the trace of the
+    cluster is NaN: the invariant checks then call it corrupt."""
+    growth = csr.dim / CODING_ERROR**2
+
+    def spectra(weight: F64, *, centred: bool) -> Spectra | None:
+        return sweeps.spectra(members, weight, growth, centred=centred, sided=centred)
+
+    around = spectra(members.weight, centred=True)
+    if around is None:
+        return False
+    straight = spectra(inverse, centred=False)
+    stored = straight if cosine else spectra(members.weight, centred=False)
+    assert straight is not None
+    assert stored is not None
+    asked = members.size > 0
+    length2 = around.trace + np.einsum("kd,kd->k", members.mean, members.mean)
+    sound = around.sound & straight.sound & stored.sound
+    sound &= (np.abs(straight.trace - 1.0) <= SAME) & (
+        np.abs(stored.trace - length2) <= SAME * length2
+    )
+    for into, found in (
+        (out.trace, np.where(sound, around.trace, np.nan)),
+        (out.total, around.total),
+        (out.largest, around.largest),
+        (out.entropy, around.entropy),
+        (out.coding_rate_centred, 0.5 * around.logs),
+        (out.direction_entropy, straight.entropy),
+        (out.direction_purity, straight.squares),
+        (out.coding_rate, 0.5 * stored.logs),
+    ):
+        into[asked] = found[asked]
+    out.upper[:] = around.upper & (members.size > 1)[csr.owner()]
+    return True
 
 
 def _measure(stack: Stack, inverse: F64, out: Spectrum, *, cosine: bool) -> None:

@@ -1,13 +1,15 @@
 """The sweeps that a device may take over: admit, centroid sums, squared radii, and what is made of numbers a row.
 
 A sweep sees every row once and returns float64. The CPU backend here runs the twins block by block, so that
-memory stays at a few blocks whatever the number of rows; analytics.kernels has the same ones on a GPU. Three more are a
-GPU's alone (copies, the neighbour graph, two-means): the CPU backend answers None, and the pass does it in its own way.
+memory stays at a few blocks whatever the number of rows; analytics.kernels has the same ones on a GPU. Five more are a
+GPU's alone (copies, Weiszfeld's step, spectra, the neighbour graph, two-means): the CPU backend answers None, and the pass does it
+in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +30,7 @@ from fabric_pipelines.analytics.csr import (
 from fabric_pipelines.analytics.reference.csr_centroid import csr_centroid
 from fabric_pipelines.analytics.reference.csr_radius import csr_radius
 from fabric_pipelines.analytics.reference.row_admit import row_flags, row_hash
+from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.threads import run_side_by_side, side_by_side
 from fabric_pipelines.analytics.tiles import Tiles
 
@@ -67,12 +70,44 @@ class Parted(NamedTuple):
     between: F64
 
 
+class Pulled(NamedTuple):
+    """Per cluster, over its rows further than `reach` from a point: sum of (row - mean) / distance f64 [K, d], sum of 1 / distance f64
+    [K]; met f64 [K]: how many are not further."""
+
+    pulled: F64
+    strength: F64
+    met: F64
+
+
+class Spectra(NamedTuple):
+    """Per cluster, NaN without rows: trace of the second moment; of its eigenvalues the sum, the greatest, the entropy of their
+    shares, the sums of squares and of ln(1 + growth x); sound bool [K]: all of that is. upper bool [N]: rows on the positive side
+    of the first axis, where that was asked."""
+
+    trace: F64
+    total: F64
+    largest: F64
+    entropy: F64
+    squares: F64
+    logs: F64
+    sound: Bool
+    upper: Bool
+
+
+class Cost(NamedTuple):
+    """Of a pass on a device: bytes held there at most beyond the rows; flop, None where it is the CPU's."""
+
+    card_bytes: int
+    flop: float | None = None
+
+
 class Sweeps(Protocol):
     """`name` is the backend that a health table reports; `weight` 0 leaves a row out."""
 
     name: str
     swept: frozenset[str]  # passes that run where `name` says, and "open"
     tiles: Tiles | None  # None: the CPU's own, in float64
+    costs: Mapping[str, Cost]  # of the passes that it takes over, tiles among them
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """Without `hashed` the hashes may be anything: nobody reads them."""
@@ -98,6 +133,14 @@ class Sweeps(Protocol):
     def equal_hashes(self, row_hash: U64) -> I64 | None:
         """row_hash u64 [N, 2] -> the lowest row of the same cluster with the same hash, int64 [N]."""
 
+    def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
+        """Step towards the geometric median from mean + here f64 [K, d]; rows of weight 0 are left out. reach f64 [K]."""
+
+    def spectra(
+        self, members: Members, weight: F64, growth: float, *, centred: bool, sided: bool
+    ) -> Spectra | None:
+        """Of weight x row f64 [N], less the mean of its cluster where it is to be `centred`."""
+
     def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:
         """Neighbour lists [N, k] of rows in the same cluster, -1 past their end, with rising distances."""
 
@@ -120,6 +163,7 @@ class CpuSweeps:
     name = "cpu"
     swept: frozenset[str] = frozenset()
     tiles: Tiles | None = None
+    costs: Mapping[str, Cost] = MappingProxyType({})
 
     def __init__(self, csr: Csr) -> None:
         self._csr = csr
@@ -180,6 +224,14 @@ class CpuSweeps:
         return segment_quantiles(value, kept, self._csr.owner(), self._csr.clusters, shares)
 
     def equal_hashes(self, row_hash: U64) -> I64 | None:
+        return None
+
+    def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
+        return None
+
+    def spectra(
+        self, members: Members, weight: F64, growth: float, *, centred: bool, sided: bool
+    ) -> Spectra | None:
         return None
 
     def linked(self, row: npt.NDArray[Any], distance: F64, good: Bool, near: int) -> Linked | None:

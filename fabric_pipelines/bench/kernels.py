@@ -3,6 +3,10 @@
 `python -m fabric_pipelines.bench.kernels [--json PATH] [ROWSxDIM ...]`. Bytes are the least a family must move
 (each input once, each output once); times are medians over rounds that alternate between copy and kernels.
 Data is random: zeros can run faster than anything real. The card's settings are left as they are.
+
+Families that compute more than they move (csr_syrk, spectrum) stand in a table of their own beside a floor in milliseconds: the greater of
+their arithmetic at the card's rate and of their bytes at the copy rate. The rates are NVIDIA's of an H200 in float64, so on another card
+the floors are of that one.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_pipelines.analytics import kernels
+from fabric_pipelines.analytics import kernels_moments as moments
 from fabric_pipelines.analytics.csr import I64, Csr
 from fabric_pipelines.analytics.health import measure
 from fabric_pipelines.device.card import DeviceArray
@@ -31,6 +36,11 @@ ROWS_A_CLUSTER = 1000
 ROUNDS, REPEATS = 4, 5
 PIECE_ROWS = 1 << 16  # random rows made on the host, then repeated on the card by copies
 COPY = "copy device to device"
+DENSE_ROWS = (
+    1 << 18
+)  # whose moments are timed: one wave of matrices, read from the start of the store
+F64_FLOP, F64_UNITS_FLOP = 34e12, 67e12  # a second, of an H200 by its data sheet
+STURM_FLOP = 53 * 4  # halvings of an eigenvalue, and a step of a count
 LISTS_ROWS, LISTS_WIDTH = (
     1 << 20,
     20,
@@ -47,6 +57,32 @@ class Line:
     spread: float
     gb_per_s: float
     share_of_copy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Least flop and bytes of what `queue` does to so many matrices, and the flop a second that a card has for it."""
+
+    matrices: int
+    flop: float
+    size: int
+    ceiling: float
+    queue: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLine:
+    what: str
+    rows: int
+    dim: int
+    matrices: int
+    flop: float
+    size: int
+    median_ms: float
+    spread: float
+    tflop_per_s: float
+    floor_ms: float
+    share_of_floor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +192,67 @@ def work(gpu: Gpu, load: Load) -> dict[str, tuple[int, Callable[[], object]]]:
     }
 
 
-def run_shape(gpu: Gpu, count: int, dim: int) -> list[Line]:
-    todo = work(gpu, Load.draw(gpu, count, dim))
+def dense(gpu: Gpu, load: Load) -> dict[str, Dense]:
+    """Moments of the first clusters of the store and the spectra of those."""
+    dim = load.rows.shape[1]
+    indptr = gpu.download(load.indptr)
+    bounds = indptr[indptr <= max(DENSE_ROWS, indptr[1])]
+    size = np.diff(bounds)
+    wave = next(moments.waves(bounds[:-1], size, dim))
+    place = gpu.upload(np.arange(bounds[-1]))
+    store = moments.Store(load.rows, load.weight, place, load.centroid)
+    matrices = moments.csr_syrk(gpu, store, wave, centred=True)
+    copied = gpu.empty(matrices.shape, np.float64)
+
+    def decompose() -> None:
+        gpu.copy(copied, matrices)  # a spectrum overwrites them
+        moments.spectrum(gpu, copied, wave, 4.0 * dim, axes=True)
+
+    own, side = wave.list[:, 2], wave.side.astype(np.float64)
+    count, squares, cubes = len(side), float((side**2).sum()), float((side**3).sum())
+    flop, read = float((own * dim * side).sum()), int(4 * dim * own.sum() + 8 * squares)
+    return {
+        "csr_syrk": Dense(
+            count, flop, read, F64_FLOP,
+            lambda: moments.csr_syrk(gpu, store, wave, centred=True),
+        ),
+        "csr_syrk, matrix units": Dense(
+            count, flop, read, F64_UNITS_FLOP,
+            lambda: moments.csr_syrk(gpu, store, wave, centred=True, units=True),
+        ),
+        "spectrum": Dense(
+            count, 4 / 3 * cubes + STURM_FLOP * squares, int(8 / 3 * cubes), F64_FLOP, decompose
+        ),
+    }  # fmt: skip
+
+
+def run_dense(gpu: Gpu, load: Load, copy_gb_per_s: float) -> list[DenseLine]:
+    count, dim = load.rows.shape
+    lines = []
+    for name, each in dense(gpu, load).items():
+        taken = gpu.time(each.queue, repeats=REPEATS, warm_up=1)
+        floor_ms = 1e3 * max(each.flop / each.ceiling, each.size / copy_gb_per_s / 1e9)
+        lines.append(
+            DenseLine(
+                what=name,
+                rows=count,
+                dim=dim,
+                matrices=each.matrices,
+                flop=each.flop,
+                size=each.size,
+                median_ms=taken.median_ms,
+                spread=taken.spread,
+                tflop_per_s=each.flop / taken.median_ms / 1e9,
+                floor_ms=floor_ms,
+                share_of_floor=floor_ms / taken.median_ms,
+            )
+        )
+    return lines
+
+
+def run_shape(gpu: Gpu, load: Load) -> list[Line]:
+    count, dim = load.rows.shape
+    todo = work(gpu, load)
     times: dict[str, list[float]] = {name: [] for name in todo}
     for _ in range(ROUNDS):
         for name, (_size, queue) in todo.items():
@@ -205,6 +300,15 @@ def table(lines: Sequence[Line]) -> str:
     )
 
 
+def dense_table(lines: Sequence[DenseLine]) -> str:
+    head = f"{'what':<24}{'matrices':>10}{'dim':>6}{'ms':>10}{'spread':>8}{'TFLOP/s':>9}{'floor ms':>10}{'of floor':>10}\n"
+    return head + "".join(
+        f"{line.what:<24}{line.matrices:>10,}{line.dim:>6}{line.median_ms:>10.3f}{line.spread:>8.1%}"
+        f"{line.tflop_per_s:>9.1f}{line.floor_ms:>10.3f}{line.share_of_floor:>10.1%}\n"
+        for line in lines
+    )
+
+
 def health_table(health: dict[str, Any]) -> str:
     passes = health["pass_seconds"]
     head = (
@@ -229,14 +333,20 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     lines: list[Line] = []
+    matrices: list[DenseLine] = []
     with Gpu() as gpu:
         identity = gpu.identity
         sys.stdout.write(f"{identity.name}, driver {identity.driver}, {identity.architecture}\n")
         for shape in options.shapes:
-            found = run_shape(gpu, *parse_shape(shape))
+            load = Load.draw(gpu, *parse_shape(shape))
+            found = run_shape(gpu, load)
             sys.stdout.write(table(found))
+            products = run_dense(gpu, load, found[0].gb_per_s)
+            sys.stdout.write(dense_table(products))
             sys.stdout.flush()
             lines += found
+            matrices += products
+            del load, found, products  # before the next one is drawn
     health = run_health()
     sys.stdout.write(health_table(health))
     if options.json:
@@ -251,6 +361,7 @@ def main(arguments: Sequence[str]) -> None:
             "rounds": ROUNDS,
             "repeats": REPEATS,
             "lines": [asdict(line) for line in lines],
+            "dense": [asdict(line) for line in matrices],
             "health": health,
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -45,6 +45,7 @@ ENTRY = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\("
 )
 GUARD_BYTES = 64 << 20  # never touched, so they cost addresses only
+NORESERVE = 0x4000  # of Linux's mmap, which Python does not name before 3.13
 MULTIPROCESSORS = 2
 UNORDERED = (
     "flat_take_cosine",
@@ -83,10 +84,10 @@ class _Pages:
 
     _libc = _c_library()
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, sparse: bool = False) -> None:
         inner = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         whole = inner + 2 * GUARD_BYTES
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NORESERVE if sparse else 0)
         start = self._libc.mmap(None, whole, 0, kind, -1, 0)
         if start in (None, ctypes.c_void_p(-1).value):
             raise DeviceRefused(f"the host has no room for {size:,} bytes")
@@ -95,7 +96,7 @@ class _Pages:
             raise DeviceRefused(f"the host has no room for one more array, of {size:,} bytes")
         self.size, self.address = size, start + GUARD_BYTES + inner - size
         self.slack = (start + GUARD_BYTES, inner - size)
-        ctypes.memset(start + GUARD_BYTES, 0xFF, inner)
+        ctypes.memset(start + GUARD_BYTES, 0xFF, inner - size if sparse else inner)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -147,6 +148,14 @@ class HostGpu:
         pages = _Pages(math.prod(sides) * kind.itemsize)
         self._pages[pages.address] = pages
         return np.asarray(pages).view(kind).reshape(sides)
+
+    def sparse(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """Zeros that take memory where they are touched only: for arrays larger than this machine. A kernel may read
+        them, not write them, since what it writes is copied; unless its output may come in any order."""
+        kind = np.dtype(dtype)
+        pages = _Pages(math.prod(shape) * kind.itemsize, sparse=True)
+        self._pages[pages.address] = pages
+        return np.asarray(pages).view(kind).reshape(shape)
 
     def trim(self) -> None:
         """Memory went back with its last reference."""

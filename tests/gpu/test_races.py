@@ -14,10 +14,12 @@ from fabric_pipelines.testing.host_gpu import HostGpu
 from tests.gpu import (
     test_centre_tile,
     test_csr_select,
+    test_csr_syrk,
     test_flat_select,
     test_gauss_tile,
     test_knn_graph,
     test_pair_tile,
+    test_spectrum,
     test_two_means,
 )
 
@@ -50,6 +52,12 @@ WORK: dict[str, Callable[[HostGpu], object]] = {
     "flat_select": limits,
     "flat_select of a tile": lambda card: (
         test_flat_select.test_bounds_limits_and_rows_taken_are_the_twins(card, 2, 1100, 1100, "l2")
+    ),
+    "csr_syrk": lambda card: [
+        test_csr_syrk.run(card, test_csr_syrk.given(dim, [dim, 3]), units=True) for dim in (33, 98)
+    ],
+    "spectrum": lambda card: test_spectrum.run(
+        card, [test_spectrum.gram(20, 30), test_spectrum.gram(66, 80)]
     ),
     "knn_graph": lambda card: test_knn_graph.run(card, test_knn_graph.lists([40, 100, 3], 20)),
     "two_means": lambda card: test_two_means.run(card, test_two_means.given(33, [40, 200])[0]),

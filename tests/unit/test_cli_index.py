@@ -14,6 +14,9 @@ from typer.testing import CliRunner, Result
 from fabric_pipelines import cli, shards
 from fabric_pipelines.analytics.search import exact_topk
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.device import gpu
+from fabric_pipelines.device.cubins import architecture_for
+from fabric_pipelines.errors import DeviceRefused
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -21,6 +24,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def run(*words: object) -> Result:
     return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+def no_card(ordinal: int) -> None:
+    raise DeviceRefused("no CUDA device answers: use the cpu backend")
 
 
 def answer(*words: object) -> dict:
@@ -48,6 +55,9 @@ def test_what_a_file_holds_is_built_measured_and_found(rows: np.ndarray, kind: s
     true = exact_topk(rows[4:6], rows, np.arange(200) * 2, 3, metric="cosine")
     assert [row["id"] for row in found["rows"]] == true.I.ravel().tolist()
     assert found["found"] == [3, 3]
+    met = answer("search", "one", "--like", 8, "-k", 3, *effort[kind], "--health")
+    assert (met["rows"], met["where"]) == ([r for r in found["rows"] if r["like"] == 8], "cpu")
+    assert met["health"]["probes"] == len(met["health"]["probe"]) == sum(met["health"]["probe"])
     told = answer("index", "recall", "one", "--plot", "curve.png")
     assert Path("curve.png").read_bytes().startswith(PNG)
     assert told["steps"][-1]["recall"] == 1.0
@@ -69,6 +79,34 @@ def test_a_shard_brings_its_rows_and_its_metric(
     monkeypatch.setattr(Database, "of", lambda _: store)
     built = answer("index", "build", "one", "--shard", "notes", "--kind", "lattice", "--bits", 2)
     assert (built["metric"], built["rows"]) == ("l2", 200)
+
+
+def wrong_card(ordinal: int) -> None:
+    architecture_for((7, 5), frozenset({"sm_90"}))
+
+
+@pytest.mark.parametrize(
+    ("words", "opened", "says"),
+    [
+        (["search", "one", "--like", 8], None, "no card has run the scans"),
+        (["search", "one", "--like", 8, "--unproven"], no_card, "no CUDA device answers"),
+        (["search", "one", "--like", 8, "--unproven"], wrong_card, "compute capability 7.5"),
+        (["index", "recall", "one"], None, "no card has run the scans"),
+    ],
+)
+def test_a_card_is_refused_unless_asked_for_by_name_there_and_fit(
+    rows: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[object],
+    opened: object,
+    says: str,
+) -> None:
+    answer("index", "build", "one", "--file", "rows.parquet", "--kind", "exact")
+    monkeypatch.setattr(gpu, "Gpu", opened)
+    done = run(*words, "--backend", "cuda")
+    assert done.exit_code == 4, done.output
+    assert says in " ".join(done.output.split())
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fabric_pipelines.analytics.index.door import (
 )
 from fabric_pipelines.analytics.index.quality import Point, Quality
 from fabric_pipelines.analytics.index.space import Answer
+from fabric_pipelines.analytics.index.traffic import SearchHealth
 
 __all__ = [
     "Answer",
@@ -21,6 +22,7 @@ __all__ = [
     "Lattice",
     "Point",
     "Quality",
+    "SearchHealth",
     "Stats",
     "VectorIndex",
 ]

@@ -9,31 +9,37 @@ many is measured against exact search on every training and kept. The metric is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric_pipelines.analytics.index import quality, saved
+from fabric_pipelines.analytics.index.card_places import Proposed
 from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
 from fabric_pipelines.analytics.index.faiss_lists import FaissLists
 from fabric_pipelines.analytics.index.lattice import CodeLists
 from fabric_pipelines.analytics.index.lists import FloatLists
 from fabric_pipelines.analytics.index.quality import Quality
-from fabric_pipelines.analytics.index.space import Answer, Asked, Space, ranked
-from fabric_pipelines.analytics.index.store import Rows
+from fabric_pipelines.analytics.index.space import Answer, Asked, Space, distances_of, ranked
+from fabric_pipelines.analytics.index.store import F64, Rows
+from fabric_pipelines.analytics.index.traffic import Firsts, Watch
 from fabric_pipelines.analytics.search import METRICS, Floats, Ids, Metric
 from fabric_pipelines.analytics.threads import ONE_THREAD
 from fabric_pipelines.errors import CorruptionFound, UsageError
+
+if TYPE_CHECKING:
+    from fabric_pipelines.analytics.index.on_card import CardScans
 
 BLOCK_ROWS = 4096  # of the exact kind's lists: rows by slot
 NPROBE, RERANK = 8, 8  # until recall was measured; rerank in multiples of k
 DEAD_MAX = 0.5  # share of slots under a tombstone above which the store is compacted
 
 M = TypeVar("M", bound=Metric)
+Backend = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +109,25 @@ class Stats:
     row_bytes: int
     scan_bytes: int
     quality: Quality | None
+    where: str  # "cpu", or the card's name
 
 
 class VectorIndex(Generic[M]):
-    """An index in memory. Not for calls from two threads at once, of which one changes it."""
+    """An index in memory. Not for calls from two threads at once, of which one changes it.
 
-    def __init__(self, dim: int, *, kind: Kind, metric: M, seed: int = 0) -> None:
+    backend "cuda" scans on a card, where the same answer comes from, to the last bit; it has to be asked for with
+    `unproven`, since no card has run it yet (on_card.py)."""
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        kind: Kind,
+        metric: M,
+        seed: int = 0,
+        backend: Backend = "cpu",
+        unproven: bool = False,
+    ) -> None:
         _check(dim, kind, metric)
         self.dim, self.kind, self.metric, self.seed = dim, kind, metric, seed
         self.quality: Quality | None = None
@@ -117,21 +136,59 @@ class VectorIndex(Generic[M]):
         self._coarse: Coarse | None = None
         self._lists: FloatLists | CodeLists | FaissLists = FloatLists(self._space, 0)
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
+        self._card: CardScans | None = None
+        self.asked = self.left = 0  # queries since a card was taken; those it left to the CPU
+        self.use(backend, unproven=unproven)
 
     @classmethod
     def build(
-        cls, vectors: Floats, ids: npt.NDArray[Any], *, kind: Kind, metric: M, seed: int = 0
+        cls,
+        vectors: Floats,
+        ids: npt.NDArray[Any],
+        *,
+        kind: Kind,
+        metric: M,
+        seed: int = 0,
+        backend: Backend = "cpu",
+        unproven: bool = False,
     ) -> VectorIndex[M]:
         """Of rows [n, d] named ids [n]; of an id that comes twice the last row counts."""
         if vectors.ndim != 2:
             raise UsageError(f"rows have {vectors.ndim} axes; they must be [n, d]")
-        index = cls(vectors.shape[1], kind=kind, metric=metric, seed=seed)
+        index = cls(
+            vectors.shape[1],
+            kind=kind,
+            metric=metric,
+            seed=seed,
+            backend=backend,
+            unproven=unproven,
+        )
         index._rows.upsert(*index._rows.checked(vectors, ids))
         index.train()
         return index
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def use(self, backend: Backend, *, unproven: bool = False) -> None:
+        """Scan on the CPU from now on, or on the machine's first card. Raises DeviceRefused for "cuda" without
+        `unproven`, for kind faiss, and without a card that the shipped kernels run on; MissingDependency without CuPy."""
+        if backend not in ("cpu", "cuda"):
+            raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
+        fresh = None
+        if backend == "cuda":
+            # here and not above: it imports what imports this, and the CPU needs none of it
+            from fabric_pipelines.analytics.index.on_card import opened
+
+            fresh = opened(self.kind.name, unproven=unproven)
+        self.close()
+        self._card, self.asked, self.left = fresh, 0, 0
+
+    def close(self) -> None:
+        """Give a card back, if there is one; searches go on on the CPU."""
+        if self._card is not None:
+            self._card.close()
+            self._card = None
 
     def train(self) -> None:
         """Cut the lists anew from the rows that are there, and measure recall."""
@@ -172,35 +229,129 @@ class VectorIndex(Generic[M]):
         return len(dead)
 
     def search(
-        self, xq: Floats, k: int, *, nprobe: int | None = None, rerank: int | None = None
+        self,
+        xq: Floats,
+        k: int,
+        *,
+        nprobe: int | None = None,
+        rerank: int | None = None,
+        health: bool = False,
     ) -> Answer:
         """The k nearest rows of each query [q, d]; fewer where there are fewer, `found` says how many.
 
         nprobe: lists looked at; rerank: candidates ranked by their rows (at least k). Left out, they are what
-        reached the kind's aim when recall was measured."""
+        reached the kind's aim when recall was measured. health: the answer, which is the same to the last bit, also
+        says what this search met (`answer.health`)."""
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
         wide, deep = self._effort(k, nprobe, rerank)
         # The library's own threads wait for each other at matrices of this size; lists are spread over ours.
         with ONE_THREAD:
-            return self._search(Asked(xq, self._space), k, wide, deep)
+            return self._search(Asked(xq, self._space), k, wide, deep, health=health)
 
-    def _search(self, asked: Asked, k: int, wide: int, deep: int) -> Answer:
+    def _search(self, asked: Asked, k: int, wide: int, deep: int, *, health: bool) -> Answer:
+        watch = Watch() if health else None
+        probes, apart = self._probes(asked, wide)
+        found = self._proposed(asked, probes, apart, k, wide, deep, watched=health)
+        answer, slots = ranked(asked, self._rows, found.query, found.slot, k, watch)
+        near = found.pair, found.near
+        if self._card is not None:
+            near = self._doubted(
+                asked, (probes, apart), (k, wide, deep), found, answer, slots, watch
+            )
+        if watch is None:
+            return answer
+        own = slots[asked.open]
+        query, place = np.nonzero(own >= 0)
+        numbers = self._list_of[own[query, place]]
+        last = answer.D[asked.open, np.maximum(answer.found[asked.open] - 1, 0)]
+        listed = len(self._lists) if self._coarse is not None else 0
+        hit = (query, numbers) if listed else (query[:0], query[:0])
+        counted = watch.counted(
+            probes if listed else probes[:, :0],
+            listed,
+            hit,
+            last,
+            near,
+            lambda q, slot: distances_of(asked, self._rows, q, slot),
+        )
+        return replace(answer, health=counted)
+
+    def _doubted(
+        self,
+        asked: Asked,
+        coarse: tuple[Ids, F64],
+        effort: tuple[int, int, int],
+        found: Proposed,
+        answer: Answer,
+        slots: Ids,
+        watch: Watch | None,
+    ) -> tuple[Ids, Ids]:
+        """Ask the CPU again where the card may have left out a row that belongs to an answer; `answer` and `slots`
+        are written to. Returns which rows are the nearest of their lists."""
+        probes, apart = coarse
+        k = effort[0]
+        kth = answer.D[asked.open, k - 1]
+        sure = (found.limit == np.inf) | (kth < found.limit)
+        doubt = np.flatnonzero(~sure)
+        self.asked, self.left = self.asked + len(sure), self.left + len(doubt)
+        if not len(doubt):
+            return found.pair, found.near
+        some = asked.only(doubt)
+        again = self._scanned(some, probes[doubt], apart[doubt], *effort, watched=watch is not None)
+        better, where = ranked(some, self._rows, again.query, again.slot, k, watch)
+        for old, new in (*zip(answer, better, strict=True), (slots, where)):
+            old[some.open] = new[some.open]
+        width = max(1, probes.shape[1])
+        kept = sure[found.pair // width]
+        query, place = np.divmod(again.pair, width)
+        pair = np.concatenate([found.pair[kept], doubt[query] * width + place])
+        return pair, np.concatenate([found.near[kept], again.near])
+
+    def _probes(self, asked: Asked, wide: int) -> tuple[Ids, F64]:
+        """Lists that each query looks at [o, p], and squared distances to their centroids; [o, 0] where there are none."""
+        if self._coarse is None or not len(asked.open):
+            return np.empty((len(asked.open), 0), np.int64), np.empty((len(asked.open), 0))
+        if self._card is not None:
+            apart, probes = self._card.nearest(self._coarse, asked.working, wide)
+        else:
+            apart, probes = self._coarse.nearest(asked.working, wide)
+        return probes, apart
+
+    def _proposed(
+        self, asked: Asked, probes: Ids, apart: F64, k: int, wide: int, deep: int, *, watched: bool
+    ) -> Proposed:
+        """Candidates, by the card where there is one."""
+        if self._card is None or not len(asked.open) or not len(self._lists):
+            return self._scanned(asked, probes, apart, k, wide, deep, watched=watched)
+        assert not isinstance(self._lists, FaissLists), "faiss has no kernels of ours"
+        if self._coarse is None:
+            assert isinstance(self._lists, FloatLists), "codes without centroids"
+            return self._card.of_all(self._lists, asked, k, BLOCK_ROWS)
+        most = deep if isinstance(self._lists, CodeLists) else k
+        return self._card.probed(self._lists, asked, probes, apart, most, watch=watched)
+
+    def _scanned(
+        self, asked: Asked, probes: Ids, apart: F64, k: int, wide: int, deep: int, *, watched: bool
+    ) -> Proposed:
+        """Candidates, by the CPU."""
+        none = np.empty(0, np.int64)
+        near = none, none
         if not len(asked.open) or not len(self._lists):
-            none = np.empty(0, np.int64)
-            return ranked(asked, self._rows, none, none, k)
-        if isinstance(self._lists, FaissLists):
+            query, slot = none, none
+        elif isinstance(self._lists, FaissLists):
             query, slot = self._lists.scan(asked, wide, deep, k)
         elif isinstance(self._lists, CodeLists):
-            assert self._coarse is not None, "codes without centroids"
-            apart, probes = self._coarse.nearest(asked.working, wide)
-            query, slot = self._lists.scan(asked, probes, apart, deep)
+            firsts = Firsts(probes.size) if watched else None
+            query, slot = self._lists.scan(asked, probes, apart, deep, firsts)
+            near = firsts.candidates() if firsts is not None else near
+        elif self._coarse is None:
+            query, slot = self._lists.scan(asked, None, k)
         else:
-            near = None
-            if self._coarse is not None:
-                near = self._coarse.nearest(asked.working, wide)[1]
-            query, slot = self._lists.scan(asked, near, k)
-        return ranked(asked, self._rows, query, slot, k)
+            least = self._lists.nearest_of_each(asked, probes) if watched else None
+            query, slot = self._lists.scan(asked, probes, k, least)
+            near = least.candidates() if least is not None else near
+        return Proposed(query, slot, np.full(len(asked.open), np.inf), *near)
 
     def rows_of(self, ids: npt.NDArray[Any]) -> Floats:
         """Copies of the stored rows [n, d] of ids [n]. UsageError naming an id that is not there."""
@@ -223,7 +374,7 @@ class VectorIndex(Generic[M]):
         lists.append(np.zeros(len(slots), np.int64), *self._working(slots), slots)
         with ONE_THREAD:
             asked = Asked(xq, self._space)
-            return ranked(asked, self._rows, *lists.scan(asked, None, k), k)
+            return ranked(asked, self._rows, *lists.scan(asked, None, k), k)[0]
 
     def measure(self) -> Quality | None:
         """Measure recall@10 against exact search over the same rows; None where there is nothing to ask."""
@@ -265,6 +416,7 @@ class VectorIndex(Generic[M]):
             len(self) * self.dim * 4,
             self._lists.bytes,
             self.quality,
+            "cpu" if self._card is None else self._card.card.name,
         )
 
     def recipe(self) -> dict[str, Any]:
@@ -296,7 +448,9 @@ class VectorIndex(Generic[M]):
         return saved.write(folder, self.recipe(), arrays)
 
     @classmethod
-    def load(cls, folder: Path) -> VectorIndex[Any]:
+    def load(
+        cls, folder: Path, *, backend: Backend = "cpu", unproven: bool = False
+    ) -> VectorIndex[Any]:
         """What `save` left, checked to the last byte; it answers as it did."""
         manifest, arrays = saved.read(folder)
         try:
@@ -316,12 +470,14 @@ class VectorIndex(Generic[M]):
             if isinstance(kind, Faiss):
                 if len(listed):
                     index._first(listed)
+                index.use(backend, unproven=unproven)
                 return index
             working, reach = index._working(listed)
             labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
             index._append(listed, working, reach, labels)
         except (KeyError, TypeError, ValueError) as fault:
             raise CorruptionFound(f"{folder} is not an index: {fault}; build it anew") from fault
+        index.use(backend, unproven=unproven)
         return index
 
     def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:

@@ -12,16 +12,18 @@ so scores, and with them the candidates that are then ranked by their stored row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from fabric_pipelines.analytics.index import e8
 from fabric_pipelines.analytics.index.coarse import Coarse
-from fabric_pipelines.analytics.index.lists import probed
+from fabric_pipelines.analytics.index.lists import pairs_of, probed
 from fabric_pipelines.analytics.index.shortlist import Shortlist
 from fabric_pipelines.analytics.index.space import Asked
 from fabric_pipelines.analytics.index.store import F64
+from fabric_pipelines.analytics.index.traffic import Firsts
 from fabric_pipelines.analytics.search import Floats, Ids
 from fabric_pipelines.analytics.threads import run_side_by_side, workers
 
@@ -79,6 +81,7 @@ class CodeLists:
             np.empty((0, width // 8 * bits), np.uint8), np.empty(0, np.int64), empty, empty
         )
         self._lists = [none] * len(coarse)
+        self.version = 0  # grows with every change
 
     def __len__(self) -> int:
         return len(self._lists)
@@ -88,6 +91,11 @@ class CodeLists:
 
     def sizes(self) -> Ids:
         return np.array([len(one.slots) for one in self._lists], np.int64)
+
+    @property
+    def width(self) -> int:
+        """Dimensions of a code."""
+        return self._rotation.padded
 
     @property
     def bytes(self) -> int:
@@ -100,6 +108,7 @@ class CodeLists:
         """Put each row, in working space, into list labels [n]."""
         if not len(labels):
             return
+        self.version += 1
         order = np.argsort(labels, kind="stable")
         labels, coded = labels[order], self._coded(rows[order], labels[order], slots[order])
         present, starts = np.unique(labels, return_index=True)
@@ -108,6 +117,7 @@ class CodeLists:
             self._lists[number] = CodeList.joined([*old, coded.at(slice(start, stop))])
 
     def drop(self, labels: Ids, dead: Ids) -> None:
+        self.version += 1
         for number in np.unique(labels):
             old = self._lists[number]
             self._lists[number] = old.at(
@@ -115,34 +125,53 @@ class CodeLists:
             )
 
     def renumber(self, moved: Ids) -> None:
+        self.version += 1
         self._lists = [
             CodeList(one.codes, moved[one.slots], one.factor, one.constant) for one in self._lists
         ]
 
-    def scan(self, asked: Asked, probes: Ids, apart: F64, k: int) -> tuple[Ids, Ids]:
+    def scan(
+        self, asked: Asked, probes: Ids, apart: F64, k: int, near: Firsts | None = None
+    ) -> tuple[Ids, Ids]:
         """Query numbers (in asked.open) and slots of the k rows of least score in the lists `probes` [o, p], all
-        that tie with the last of them included. apart [o, p]: squared distances to the lists' centroids."""
+        that tie with the last of them included. apart [o, p]: squared distances to the lists' centroids. near: is
+        offered the rows of each probe, by its number."""
         found = Shortlist(len(asked.open), k, np.zeros(len(asked.open)))
         rounded = self.rounded(asked.working)
         apart = apart.astype(rounded.unit.dtype)
 
         def one_query(number: int) -> None:
-            full = [
-                (self._lists[at], far)
-                for at, far in zip(probes[number], apart[number], strict=True)
-                if len(self._lists[at].slots)
-            ]
-            if full:
-                rows = CodeList.joined([one for one, _ in full])
-                far = np.repeat(
-                    np.array([far for _, far in full]), [len(one.slots) for one, _ in full]
-                )
-                self._offer(np.array([number]), rounded, rows, far[None], found)
+            full = [p for p, at in enumerate(probes[number]) if len(self._lists[at].slots)]
+            if not full:
+                return
+            lists = [self._lists[probes[number, p]] for p in full]
+            sizes = [len(one.slots) for one in lists]
+            far = np.repeat(apart[number, full], sizes)
+            rows, ends = CodeList.joined(lists), np.cumsum(sizes)
+            pairs = number * probes.shape[1] + np.array(full)
+
+            def watch(_: slice, span: slice, low: Floats) -> None:
+                assert near is not None, "nobody watches"
+                for pair, end, size in zip(pairs, ends, sizes, strict=True):
+                    first, last = max(end - size, span.start), min(end, span.stop)
+                    if first < last:
+                        own = low[:, first - span.start : last - span.start]
+                        near.offer(np.array([pair]), own, rows.slots[first:last])
+
+            watched = None if near is None else watch
+            self._offer(np.array([number]), rounded, rows, far[None], found, watched)
 
         def one_list(task: tuple[int, Ids]) -> None:
             number, whose = task
             far = apart[whose][probes[whose] == number]
-            self._offer(whose, rounded, self._lists[number], far[:, None], found)
+            slots, pairs = self._lists[number].slots, pairs_of(probes, whose, number)
+
+            def watch(queries: slice, span: slice, low: Floats) -> None:
+                assert near is not None, "nobody watches"
+                near.offer(pairs[queries], low, slots[span])
+
+            watched = None if near is None else watch
+            self._offer(whose, rounded, self._lists[number], far[:, None], found, watched)
 
         tasks = [
             (number, whose) for number, whose in probed(probes) if len(self._lists[number].slots)
@@ -160,9 +189,10 @@ class CodeLists:
         return found.candidates()
 
     def _offer(
-        self, whose: Ids, rounded: Rounded, rows: CodeList, apart: Floats, found: Shortlist
-    ) -> None:
-        """apart [m, 1] or [1, n]."""
+        self, whose: Ids, rounded: Rounded, rows: CodeList, apart: Floats, found: Shortlist,
+        watched: Callable[[slice, slice, Floats], None] | None = None,
+    ) -> None:  # fmt: skip
+        """apart [m, 1] or [1, n]; watched is told which of `whose` and which rows a tile of scores is of."""
         for first in range(0, len(rows.slots), ROWS_AT_ONCE):
             span = slice(first, first + ROWS_AT_ONCE)
             part = rows.at(span)
@@ -171,11 +201,11 @@ class CodeLists:
             for start in range(0, len(whose), step):
                 asked = whose[start : start + step]
                 products = _product(rounded.levels[asked], values)
-                low = products * part.factor
-                low *= rounded.unit[asked, None]
-                low += part.constant
-                low += apart[start : start + step] if apart.shape[1] == 1 else apart[:, span]
+                far = apart[start : start + step] if apart.shape[1] == 1 else apart[:, span]
+                low = scores(products, part, rounded.unit[asked, None], far)
                 found.offer(asked, low, part.slots, None)
+                if watched is not None:
+                    watched(slice(start, start + step), span, low)
 
     def _coded(self, rows: Floats, labels: Ids, slots: Ids) -> CodeList:
         parts = [
@@ -206,6 +236,15 @@ class CodeLists:
         unit = most / levels
         whole = np.rint(turned / np.where(unit > 0, unit, 1.0)[:, None])
         return Rounded(whole.astype(np.float32), unit.astype(working.dtype))
+
+
+def scores(products: Floats, rows: CodeList, unit: Floats, apart: Floats) -> Floats:
+    """[m, n] of products [m, n] of queries with rows [n]; in this order, each step rounded."""
+    low: Floats = products * rows.factor
+    low *= unit
+    low += rows.constant
+    low += apart
+    return low
 
 
 def _product(levels: Floats, values: Floats) -> Floats:

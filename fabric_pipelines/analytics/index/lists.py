@@ -58,9 +58,13 @@ class FloatLists:
         none = np.empty(0, np.int64)
         self._lists = [ScanList.of(space, empty, none, np.empty(0)) for _ in range(count)]
         self._sizes: Ids | None = None  # None: some list changed
+        self.version = 0  # grows with every change
 
     def __len__(self) -> int:
         return len(self._lists)
+
+    def __getitem__(self, number: int) -> ScanList:
+        return self._lists[number]
 
     def sizes(self) -> Ids:
         if self._sizes is None:
@@ -73,14 +77,14 @@ class FloatLists:
 
     def grow(self, count: int) -> None:
         """Have at least `count` lists."""
-        self._sizes = None
+        self._changed()
         self._lists += FloatLists(self.space, max(0, count - len(self._lists)))._lists
 
     def append(self, labels: Ids, rows: Floats, reach: F64, slots: Ids) -> None:
         """Put each row into list labels [n]."""
         if not len(labels):
             return
-        self._sizes = None
+        self._changed()
         order = np.argsort(labels, kind="stable")
         rows, reach, slots = rows[order], reach[order], slots[order]
         present, starts = np.unique(labels[order], return_index=True)
@@ -94,7 +98,7 @@ class FloatLists:
 
     def drop(self, labels: Ids, dead: Ids) -> None:
         """Take the slots `dead` [n] out of their lists labels [n]."""
-        self._sizes = None
+        self._changed()
         for number in np.unique(labels):
             old = self._lists[number]
             kept = np.isin(old.slots, dead[labels == number], invert=True)
@@ -104,14 +108,21 @@ class FloatLists:
 
     def renumber(self, moved: Ids) -> None:
         """Slots were compacted: old slot -> new slot."""
+        self.version += 1
         self._lists = [
             ScanList(one.rows, moved[one.slots], one.reach, one.bias, one.slack)
             for one in self._lists
         ]
 
-    def scan(self, asked: Asked, probes: Ids | None, k: int) -> tuple[Ids, Ids]:
+    def _changed(self) -> None:
+        self._sizes = None
+        self.version += 1
+
+    def scan(
+        self, asked: Asked, probes: Ids | None, k: int, near: Shortlist | None = None
+    ) -> tuple[Ids, Ids]:
         """Query numbers (in asked.open) and slots that may be among the k nearest in the lists `probes` [o, p]
-        (-1: none; None: all lists)."""
+        (-1: none; None: all lists). near: is offered the rows of each probe, by its number."""
         found = Shortlist(len(asked.open), k, self.space.gap(asked.reach))
         if probes is None:
             probes = np.broadcast_to(np.arange(len(self)), (len(asked.open), len(self)))
@@ -124,16 +135,24 @@ class FloatLists:
         if shared or flop > FLOP_OF_A_TASK * lists:
             aside = flop > FLOP_FOR_THREADS and workers() > 1
             tasks = [(number, whose) for number, whose in probed(probes) if sizes[number]]
-            self._list_major(asked, tasks, found, aside)
+            self._list_major(asked, tasks, found, aside, probes, near)
         else:
-            self._query_major(asked, probes, found)
+            self._query_major(asked, probes, found, near)
         return found.candidates()
 
-    def _query_major(self, asked: Asked, probes: Ids, found: Shortlist) -> None:
+    def nearest_of_each(self, asked: Asked, probes: Ids) -> Shortlist:
+        """For `near` of a scan: which rows can be the nearest of each probe."""
+        gap = np.repeat(self.space.gap(asked.reach), probes.shape[1])
+        return Shortlist(probes.size, 1, gap)
+
+    def _query_major(
+        self, asked: Asked, probes: Ids, found: Shortlist, near: Shortlist | None
+    ) -> None:
         for number, own in enumerate(probes):
-            lists = [self._lists[at] for at in own if at >= 0 and len(self._lists[at].slots)]
-            if not lists:
+            full = [p for p, at in enumerate(own) if at >= 0 and len(self._lists[at].slots)]
+            if not full:
                 continue
+            lists = [self._lists[own[p]] for p in full]
             query = asked.working[number]
             ends = np.cumsum([len(one.slots) for one in lists])
             low = np.empty(ends[-1], np.result_type(query, *{one.rows.dtype for one in lists}))
@@ -147,12 +166,18 @@ class FloatLists:
                 low += bias
             slots = np.concatenate([one.slots for one in lists])
             found.offer(np.array([number]), low[None], slots, slack)
+            if near is not None:
+                for p, one, end in zip(full, lists, ends, strict=True):
+                    pair = np.array([number * len(own) + p])
+                    near.offer(pair, low[None, end - len(one.slots) : end], one.slots, one.slack)
 
     def _list_major(
-        self, asked: Asked, tasks: list[tuple[int, Ids]], found: Shortlist, aside: bool
-    ) -> None:
+        self, asked: Asked, tasks: list[tuple[int, Ids]], found: Shortlist, aside: bool,
+        probes: Ids, near: Shortlist | None,
+    ) -> None:  # fmt: skip
         def scan_list(task: tuple[int, Ids]) -> None:
             one, whose = self._lists[task[0]], task[1]
+            pairs = pairs_of(probes, whose, task[0]) if near is not None else whose
             for queries, rows in tiles(len(whose), len(one.slots)):
                 part = ScanList(
                     one.rows[rows],
@@ -163,6 +188,8 @@ class FloatLists:
                 )
                 low = part.low(asked.working[whose[queries]])
                 found.offer(whose[queries], low, part.slots, part.slack)
+                if near is not None:
+                    near.offer(pairs[queries], low, part.slots, part.slack)
 
         if aside:
             run_side_by_side(scan_list, tasks)
@@ -180,6 +207,12 @@ def probed(probes: Ids) -> Iterator[tuple[int, Ids]]:
     for number, start, stop in zip(present, starts, [*starts[1:], len(order)], strict=True):
         if number >= 0:
             yield int(number), owners[start:stop]
+
+
+def pairs_of(probes: Ids, whose: Ids, number: int) -> Ids:
+    """The numbers (query times probes plus place) under which the queries `whose` probe list `number`."""
+    pairs: Ids = whose * probes.shape[1] + (probes[whose] == number).argmax(axis=1)
+    return pairs
 
 
 def tiles(queries: int, rows: int) -> Iterator[tuple[slice, slice]]:

@@ -54,12 +54,12 @@ class Shortlist:
         query, slot, low, high = (
             np.concatenate(column) for column in zip(*self._parts, strict=True)
         )
-        limit = _limits(query, high, len(self._limit), self.k) + self._gap
+        limit = limits_of(query, high, len(self._limit), self.k) + self._gap
         kept = low <= limit[query]
         return query[kept], slot[kept]
 
 
-def _limits(query: Ids, high: F64, count: int, k: int) -> F64:
+def limits_of(query: Ids, high: F64, count: int, k: int) -> F64:
     """The k-th smallest `high` of each query, rounded up to float32 however it is found; inf where one has fewer."""
     limit = np.full(count, np.inf)
     if count == 1:

@@ -7,6 +7,7 @@ a bound on how far it may be from the truth; where squares would overflow float3
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from fabric_pipelines.analytics.index.shortlist import places
 from fabric_pipelines.analytics.index.store import F32, F64, ROWS_AT_ONCE, Rows
+from fabric_pipelines.analytics.index.traffic import SearchHealth, Watch
 from fabric_pipelines.analytics.search import (
     FLOAT32_SQUARE_MAX,
     NO_ID,
@@ -46,6 +48,7 @@ class Answer:
     I: Ids  # noqa: E741 (the field's word)
     found: Ids
     metric: Metric
+    health: SearchHealth | None = None  # where it was asked for
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.D, self.I, self.found))
@@ -128,28 +131,21 @@ class Asked:
     def __len__(self) -> int:
         return len(self.wide)
 
+    def only(self, numbers: Ids) -> Asked:
+        """The same queries, of which only `numbers` (places in `open`) are scanned for."""
+        some = copy.copy(self)
+        some.open = self.open[numbers]
+        some.working, some.reach = self.working[numbers], self.reach[numbers]
+        return some
 
-def ranked(asked: Asked, rows: Rows, query: Ids, slot: Ids, k: int) -> Answer:
-    """The k nearest of the candidates (number in `asked.open`, slot): in float64, ties to the lower id."""
+
+def ranked(
+    asked: Asked, rows: Rows, query: Ids, slot: Ids, k: int, watch: Watch | None = None
+) -> tuple[Answer, Ids]:
+    """The k nearest of the candidates (number in `asked.open`, slot): in float64, ties to the lower id; and their slots
+    [q, k] (-1: none)."""
+    distances = distances_of(asked, rows, query, slot, watch)
     query = asked.open[query]
-    distances = np.empty(len(query))
-    step = max(1, PIECE_FLOATS // rows.dim)
-
-    def score(start: int) -> None:
-        part = slice(start, start + step)
-        q, x = query[part], slot[part]
-        lengths = asked.norms[q] * rows.norms[x]
-        distances[part] = paired(
-            asked.wide[q], rows.vectors[x].astype(np.float64), lengths, asked.space.metric
-        )
-
-    pieces = range(0, len(query), step)
-    if len(query) >= PAIRS_FOR_THREADS:
-        for _ in side_by_side(score, pieces):
-            pass
-    else:
-        for start in pieces:
-            score(start)
     names = rows.ids[slot]
     order = np.lexsort((names, distances, query))
     query = query[order]
@@ -162,5 +158,36 @@ def ranked(asked: Asked, rows: Rows, query: Ids, slot: Ids, k: int) -> Answer:
         np.bincount(query[within], minlength=len(asked)).astype(np.int64),
         asked.space.metric,
     )
-    out.D[at], out.I[at] = distances[order][within], names[order][within]
-    return out
+    order = order[within]
+    slots = np.full((len(asked), k), -1, np.int64)
+    out.D[at], out.I[at], slots[at] = distances[order], names[order], slot[order]
+    return out, slots
+
+
+def distances_of(
+    asked: Asked, rows: Rows, query: Ids, slot: Ids, watch: Watch | None = None
+) -> F64:
+    """Of query[i] (number in `asked.open`) to the stored row at slot[i], in float64."""
+    query = asked.open[query]
+    distances = np.empty(len(query))
+    step = max(1, PIECE_FLOATS // rows.dim)
+
+    def score(start: int) -> None:
+        part = slice(start, start + step)
+        q, x = query[part], slot[part]
+        wide = rows.vectors[x].astype(np.float64)
+        if watch is not None:
+            watch.rows(x, wide, rows.norms[x])
+        lengths = asked.norms[q] * rows.norms[x]
+        distances[part] = paired(asked.wide[q], wide, lengths, asked.space.metric)
+
+    pieces = range(0, len(query), step)
+    if len(query) >= PAIRS_FOR_THREADS:
+        for _ in side_by_side(score, pieces):
+            pass
+    else:
+        for start in pieces:
+            score(start)
+    if watch is not None:
+        watch.ranked += len(query)
+    return distances

@@ -51,7 +51,7 @@ def tradeoff(index: VectorIndex[Any], k: int = quality.K) -> list[Step]:
         few = [xq[i % len(xq)][None] for i in range(4 * REPEATS)]
         many = [np.resize(np.roll(xq, i, axis=0), (MANY, index.dim)) for i in range(REPEATS)]
 
-        def ask(part: Any, effort: dict[str, int] = effort) -> None:
+        def ask(part: Any, effort: dict[str, Any] = effort) -> None:
             index.search(part, k, **effort)
 
         steps.append(
@@ -106,7 +106,7 @@ def best_steps(taken: F64, recall: F64) -> list[int]:
     return best
 
 
-def _efforts(index: VectorIndex[Any], k: int) -> list[dict[str, int]]:
+def _efforts(index: VectorIndex[Any], k: int) -> list[dict[str, Any]]:
     choices = choices_of(index.kind)
     probes = quality.doubling(1, max(index.stats().lists, 1)) if "nprobe" in choices else [0]
     reranks = [many * k for many in RERANKS] if "rerank" in choices else [0]

@@ -1,4 +1,5 @@
-"""Twin of the spectrum (F6 and F7): singular values of the rows of one cluster, so no product is ever formed."""
+"""Twins of the spectrum: of P6 as a whole by singular values of the rows, so no product is ever formed; of cuda/spectrum.cu
+(F7) by the eigenvalues of one matrix at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +8,28 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_pipelines.analytics.csr import F64
+
+
+class Moments(NamedTuple):
+    """Eigenvalues, rising, none below 0; entropy of their shares, NaN without any; sums of squares and of ln(1 + growth x)."""
+
+    value: F64
+    entropy: float
+    squares: float
+    logs: float
+
+
+def moments(matrix: F64, growth: float) -> Moments:
+    """matrix f64 [m, m], symmetric."""
+    value: F64 = np.maximum(np.linalg.eigvalsh(matrix), 0.0)
+    total = value.sum()
+    share = value[value > 0] / total if total > 0 else np.full(1, np.nan)
+    return Moments(
+        value,
+        float(-(share * np.log(share)).sum()),
+        float((value**2).sum()),
+        float(np.log1p(growth * value).sum()),
+    )
 
 
 class SpectrumTwin(NamedTuple):

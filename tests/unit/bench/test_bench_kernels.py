@@ -26,11 +26,15 @@ def test_every_line_of_the_bench_runs_and_moves_what_it_says(
     for size, queue in todo.values():
         queue()
         assert size > 0
+    products = kernels.dense(card, load)
+    for each in products.values():
+        each.queue()
+        assert min(each.flop, each.size, each.matrices) > 0
     graph = load.lists[0]
     assert 0 < len(graph) <= 300
     owner = np.repeat(np.arange(len(load.lists[3]) - 1), np.diff(load.lists[3]))
     listed = graph >= 0
     assert (owner[graph] == owner[:, None])[listed].all()
-    families = {name.split(" ")[0].rstrip(",") for name in todo} - {"copy"}
+    families = {name.split(" ")[0].rstrip(",") for name in (*todo, *products)} - {"copy"}
     launched = {symbol for symbol, count in card.launches.items() if count}
     assert all(any(symbol.startswith(family) for symbol in launched) for family in families)

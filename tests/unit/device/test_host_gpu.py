@@ -147,6 +147,40 @@ def test_dimensions_that_tiles_drop_past_128_make_their_metrics_corrupt(
         assert list(table.disagreements) == [passes] * corrupt
 
 
+@pytest.mark.parametrize(
+    ("family", "right", "dropped", "corrupt"),
+    [
+        ("csr_syrk", "= WIDE ? other : own;", " if (dimension >= 128) continue;", [0, 1]),
+        ("spectrum", "count += q < 0.0;", " if (i >= 127) break;", [1]),
+    ],
+)
+def test_dimensions_that_spectra_drop_past_128_make_their_metrics_corrupt(
+    planted: Planted,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    right: str,
+    dropped: str,
+    corrupt: list[int],
+) -> None:
+    """A matrix of rows and one of dimensions: 20 rows have no 128 eigenvalues to drop."""
+    card = planted(family, right, right + dropped)
+    monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
+    for dim, expected in ((128, []), (132, corrupt)):
+        rows = np.random.default_rng(dim).standard_normal((160, dim), dtype=np.float32)
+        table = measure(
+            rows,
+            np.array([0, 20, 160]),
+            np.arange(160),
+            metric="l2",
+            backend="cuda",
+            only=["effective_rank"],
+            unproven=True,
+        )
+        status = table.readings["effective_rank"].status
+        assert np.flatnonzero(status == Status.CORRUPT).tolist() == expected
+        assert {"P3 and P6"}.issubset(table.disagreements) == bool(expected)
+
+
 def test_a_shuffle_that_some_lanes_skip_is_named_with_its_line(planted: Planted) -> None:
     card = planted(
         "csr_radius",
