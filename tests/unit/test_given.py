@@ -233,7 +233,13 @@ def test_the_index_of_a_receipt() -> None:
 def test_recorded_decisions(tmp_path: Path) -> None:
     path = tmp_path / judging.DECISIONS_FILE
     evidence = {"signal": "s", "value": 1.0, "status": "ok", "sense": "max", "threshold": 2.0}
-    stands = {"verdict": "QUARANTINE", "rule": "r", "since": 1, "measured": 1, "evidence": [evidence]}
+    stands = {
+        "verdict": "QUARANTINE",
+        "rule": "r",
+        "since": 1,
+        "measured": 1,
+        "evidence": [evidence],
+    }
     whole = {"cluster": 0, "measurement": 1, "stands": stands}
     assert judging._decisions(path, [whole])[0].cluster == 0
     for told in (
