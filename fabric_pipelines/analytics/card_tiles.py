@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fabric_pipelines.analytics import card_plan
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.tiles import NearCentres, PairRows, WeighedRows
 from fabric_pipelines.device.card import Card, DeviceArray
 
-WINDOW_BYTES = 1 << 30  # of centred rows held at once, one cluster at least
+PASSES = ("P7", "P8", "P9", "P11")
 ROUNDING = 1e-5
 
 
@@ -38,10 +39,10 @@ class CardTiles:
     rounding = ROUNDING
 
     def __init__(
-        self, gpu: Card, rows: DeviceArray, csr: Csr, *, window_bytes: int = WINDOW_BYTES
+        self, gpu: Card, rows: DeviceArray, csr: Csr, *, window_bytes: int | None = None
     ) -> None:
         self._gpu, self._rows, self._csr = gpu, rows, csr
-        self._window_rows = max(1, window_bytes // _row_bytes(csr.dim))
+        self._window_rows = card_plan.window_rows(csr.dim, window_bytes)  # or one cluster
 
     def partners(self, centres: F64, radius: F64) -> tuple[I64, Bool]:
         """See tiles.Tiles."""
@@ -78,6 +79,7 @@ class CardTiles:
             near2 = tiles.nearest_centre(self._gpu.download(found.near))[1]
             out.near2[part] = near2.astype(np.float64) / scale**2
             out.mean2[part] = self._gpu.download(found.b) / scale**2
+            del block, found  # before the next window is taken
         return out
 
     def pairs(
@@ -98,6 +100,7 @@ class CardTiles:
                     distance / scale[:, None],
                 ),
             )
+            del window, found  # before the next one is taken
 
     def weighed(
         self, members: Members, radius2: F64, copy_of: I64, temperature: F64
@@ -122,6 +125,7 @@ class CardTiles:
                     (least**2 + 2 * least * first + second) / scale2**2,
                 ),
             )
+            del window, found  # before the next one is taken
 
     def _windows(self, members: Members, radius2: F64, copy_of: I64) -> Iterator[_Window]:
         bounds = np.concatenate([members.first, [len(members.places)]])
@@ -142,7 +146,9 @@ class CardTiles:
                 self._gpu, self._rows, weight, place, bounds[clusters.start : stop + 1] - part.start,
                 members.mean[clusters] * scale[clusters][:, None],
             )  # fmt: skip
-            yield _Window(clusters, part, rows, self._send(copy_of[place]), scale[clusters])
+            window = [_Window(clusters, part, rows, self._send(copy_of[place]), scale[clusters])]
+            del rows
+            yield window.pop()  # nobody but the caller holds it
 
     def _flat(self, centres: F64) -> tiles.TileRows:
         """Centres as the columns or rows of one set."""
@@ -159,18 +165,6 @@ class CardTiles:
         there = self._gpu.empty(host.shape, host.dtype)
         self._gpu.store(there, host)
         return there
-
-
-def bytes_needed(csr: Csr) -> int:
-    """Most device memory held beyond the rows: a window of them or the largest cluster, centroids, weights and owners."""
-    at_once = max(WINDOW_BYTES, int(csr.sizes.max(initial=0)) * _row_bytes(csr.dim))
-    at_once = min(at_once, len(csr.rows) * _row_bytes(csr.dim))
-    return at_once + 16 * len(csr.rows) + (4 * tiles.pitch_of(csr.dim) + 64) * csr.clusters
-
-
-def _row_bytes(dim: int) -> int:
-    """A centred row and what is found of it, its neighbours most of all."""
-    return 4 * tiles.pitch_of(dim) + 8 * tiles.NEIGHBOURS_MAX + 48
 
 
 def _unit(length2: F64 | float) -> F64:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
-    partner). backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
+    partner). pass_bytes[pass]: foreseen beyond the rows, pass_card_bytes[pass] of them on the card. backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
     disagreements: the same by the two passes."""
 
     metric: Metric
@@ -56,6 +56,7 @@ class HealthTable:
     pass_seconds: Mapping[str, float]
     pass_flop: Mapping[str, float]
     pass_bytes: Mapping[str, int]
+    pass_card_bytes: Mapping[str, int]
     backend: Mapping[str, str]
     breaches: I64
     disagreements: Mapping[str, I64]
@@ -98,6 +99,7 @@ class HealthTable:
             "pass_seconds": dict(self.pass_seconds),
             "pass_flop": dict(self.pass_flop),
             "pass_bytes": dict(self.pass_bytes),
+            "pass_card_bytes": dict(self.pass_card_bytes),
             "backend": dict(self.backend),
             "breaches": self.breaches.tolist(),
             "disagreements": {pair: at.tolist() for pair, at in self.disagreements.items()},
@@ -162,15 +164,16 @@ def measure(
     csr = Csr(X, indptr, ids)
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
-    drawn = plan.draw(
-        csr,
-        wanted={spec.pass_name for spec in asked},
-        budget_flop=budget_flop,
-        workspace_bytes=workspace_bytes,
-    )
     with timed() as opening:
         sweeps = _sweeps(backend, csr, unproven=unproven)
     try:
+        drawn = plan.draw(
+            csr,
+            wanted={spec.pass_name for spec in asked},
+            budget_flop=budget_flop,
+            workspace_bytes=workspace_bytes,
+            costs=sweeps.costs,
+        )
         seconds = {"open": opening["seconds"]}
         return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
     finally:
@@ -228,6 +231,7 @@ def _measure(
         pass_seconds=seconds,
         pass_flop=drawn.flop,
         pass_bytes=drawn.workspace_bytes,
+        pass_card_bytes=drawn.card_bytes,
         backend={
             name: sweeps.name
             if name in sweeps.swept or (name in TILED and sweeps.tiles is not None)

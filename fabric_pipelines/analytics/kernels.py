@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.analytics import card_tiles
+from fabric_pipelines.analytics import card_plan, card_tiles
 from fabric_pipelines.analytics import kernels_moments as moments
+from fabric_pipelines.analytics.card_plan import (
+    MOVE_ROWS,
+    REDUCE_ROWS,
+    RUN_ROWS,
+    SLAB,
+    window_width,
+)
 from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr, segment_sum
-from fabric_pipelines.analytics.neighbours import LOF_NEIGHBOURS
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
@@ -34,13 +40,9 @@ from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
 
-RUN_ROWS = 256  # rows of one partial sum: kRun of csr_centroid.cu
-SLAB = 128  # dimensions of one warp: kSlab of csr_centroid.cu
-REDUCE_ROWS = 1024  # rows of one partial: kRun of csr_reduce.cu
-MOVE_ROWS = 128  # rows of one partial: kRun of two_means.cu
 SHARES_MAX = 4  # kShares of csr_select.cu
-WINDOW_BYTES = 1 << 30  # partial sums held at once
 WARP = 32
+OPTIONAL = ("P6",)  # stays with the CPU where the card has no room for it
 
 
 def lanes_for(dim: int) -> int:
@@ -96,7 +98,7 @@ def csr_centroid(
     indptr: DeviceArray,
     *,
     blocks: int | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int | None = None,
 ) -> DeviceArray:
     """rows f32 [N, d], weight f64 [N], indptr i64 [K+1] -> sums f64 [K, d]. Twin: reference.csr_centroid.
 
@@ -109,7 +111,7 @@ def csr_centroid(
         return total
     runs = -(-count // RUN_ROWS)
     slots = runs + clusters
-    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    width = window_width(slots, dim, window_bytes)
     partial = gpu.empty(slots * width, np.float64)
     for low in range(0, dim, width):
         wide = min(width, dim - low)
@@ -333,7 +335,7 @@ def two_means(
     start: DeviceArray,
     *,
     blocks: int | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int | None = None,
     rounds: int = ROUNDS_MAX,
 ) -> Halved:
     """rows f32 [N, d], weight f64 [N], indptr i64 [K+1], mean f64 [K, d] of weight x row, size i64 [K] rows of weight
@@ -356,7 +358,7 @@ def two_means(
     runs = -(-count // MOVE_ROWS)
     slots = runs + clusters
     moves = gpu.empty(slots, np.uint64)
-    width = min(dim, max(SLAB, window_bytes // (8 * slots) // SLAB * SLAB))
+    width = window_width(slots, dim, window_bytes)
     partial = gpu.empty(slots * width, np.float64)
     kind, shape = _variant(gpu, rows), (count, dim, clusters)
 
@@ -454,16 +456,6 @@ def flat_words(
     )
 
 
-def bytes_needed(csr: Csr) -> int:
-    """Most device memory that the sweeps hold at once, 128 dimensions of partial sums included. Beside the rows and their
-    ids the neighbour graph takes most a row: lists of 20 in float64 and int64, and six numbers."""
-    count, clusters = len(csr.rows), csr.clusters
-    per_row = 4 * csr.dim + 8 + max(8 + 1 + 16 + 8 + 8, LOF_NEIGHBOURS * 16 + 49)
-    slots = -(-count // MOVE_ROWS) + clusters
-    window = min(max(WINDOW_BYTES, 8 * slots * SLAB), 8 * slots * csr.dim)
-    return count * per_row + 16 * clusters * csr.dim + 8 * (clusters + 1) + window + 48 * slots
-
-
 class CudaSweeps(CpuSweeps):
     """The three sweeps whose kernels were held to their twins on a card; the rest on the CPU. The rows are uploaded once and
     stay on the card until close."""
@@ -474,10 +466,15 @@ class CudaSweeps(CpuSweeps):
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
         super().__init__(csr)
         self._gpu = Gpu(ordinal)
+        planned = card_plan.costs(csr)
+        self.costs = {name: cost for name, cost in planned.items() if name in self.swept}
+        most = max(cost.card_bytes for name, cost in self.costs.items() if name not in OPTIONAL)
         try:
             what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
             self._gpu.require_memory(
-                bytes_needed(csr), what, "measure fewer clusters at a time, or use the cpu backend"
+                card_plan.opening_bytes(csr) + most,
+                what,
+                "measure fewer clusters at a time, or use the cpu backend",
             )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
@@ -518,11 +515,14 @@ class UnprovenSweeps(CudaSweeps):
         try:
             self._ids: DeviceArray = self._gpu.upload(csr.ids)
             free = self._gpu.memory().free_bytes
-            self._spectra_fit = moments.bytes_needed(csr) <= free
+            planned = card_plan.costs(csr)
+            if max(planned[name].card_bytes for name in card_tiles.PASSES) <= free:
+                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
+            self._spectra_fit = planned["P6"].card_bytes <= free
             if not self._spectra_fit:
                 self.swept = self.swept - {"P6"}
-            if card_tiles.bytes_needed(csr) <= free:
-                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
+            taken = self.swept | set(card_tiles.PASSES if self.tiles is not None else ())
+            self.costs = {name: cost for name, cost in planned.items() if name in taken}
         except DeviceRefused:
             self._gpu.close()
             raise

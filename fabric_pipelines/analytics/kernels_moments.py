@@ -105,15 +105,16 @@ def bytes_needed(csr: Csr) -> int:
     return 17 * len(csr.rows) + 8 * csr.clusters * csr.dim + at_once
 
 
-def waves(first: I64, size: I64, dim: int, window_bytes: int = WINDOW_BYTES) -> Iterator[Work]:
+def waves(first: I64, size: I64, dim: int, window_bytes: int | None = None) -> Iterator[Work]:
     """first int64 [K]: the first place of each cluster; size int64 [K] rows. Clusters without rows are left out; the largest
     matrices first, so that a wave has matrices of a size."""
+    window = WINDOW_BYTES if window_bytes is None else window_bytes
     side = np.minimum(size, dim)
     order = np.argsort(-side, kind="stable")[: int((size > 0).sum())]
     total = np.concatenate([[0], np.cumsum(held_bytes(size[order], dim))])
     start = 0
     while start < len(order):
-        stop = int(np.searchsorted(total, total[start] + window_bytes, side="right")) - 1
+        stop = int(np.searchsorted(total, total[start] + window, side="right")) - 1
         stop = max(stop, start + 1)
         yield _work(order[start:stop], first, size, dim)
         start = stop

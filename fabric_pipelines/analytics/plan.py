@@ -22,6 +22,7 @@ from fabric_pipelines.analytics import (
 from fabric_pipelines.analytics.csr import Csr
 from fabric_pipelines.analytics.pair_tiles import BLOCK_VALUES
 from fabric_pipelines.analytics.stacks import HELD_VALUES, STACK_VALUES
+from fabric_pipelines.analytics.sweeps import Cost
 from fabric_pipelines.analytics.threads import workers
 
 # The spectrum at d = 16,384 with as many rows or more takes 8.2 GiB; everything else stays far below.
@@ -59,10 +60,12 @@ PASSES: Mapping[str, Pass] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """flop and workspace_bytes of each pass, and the passes that may run."""
+    """flop and workspace_bytes of each pass, and the passes that may run; card_bytes: what a device holds of workspace_bytes, where one
+    takes the pass over."""
 
     flop: Mapping[str, float]
     workspace_bytes: Mapping[str, int]
+    card_bytes: Mapping[str, int]
     allowed: frozenset[str]
 
 
@@ -72,10 +75,20 @@ ALWAYS = frozenset(
 
 
 def draw(
-    csr: Csr, *, wanted: Iterable[str], budget_flop: float | None, workspace_bytes: int
+    csr: Csr,
+    *,
+    wanted: Iterable[str],
+    budget_flop: float | None,
+    workspace_bytes: int,
+    costs: Mapping[str, Cost] | None = None,
 ) -> Plan:
-    """`wanted`: the passes whose metrics are asked for; those that they need come along."""
-    flop, needed = _flop(csr), _workspace(csr)
+    """`wanted`: the passes whose metrics are asked for; those that they need come along. costs: of the passes that a device takes
+    over."""
+    costs = costs or {}
+    flop, needed, beside = _flop(csr), _workspace(csr), _beside_card(csr)
+    for name, cost in costs.items():
+        needed[name] = beside[name] + cost.card_bytes
+        flop[name] = flop[name] if cost.flop is None else cost.flop
     asked = set(wanted)
     for name, each in reversed(list(PASSES.items())):
         if name in asked:
@@ -86,7 +99,8 @@ def draw(
         fits = cheap and needed[name] <= workspace_bytes
         if name in ALWAYS or (name in asked and fits and allowed.issuperset(each.needs)):
             allowed.add(name)
-    return Plan(flop, needed, frozenset(allowed))
+    card_bytes = {name: cost.card_bytes for name, cost in costs.items()}
+    return Plan(flop, needed, card_bytes, frozenset(allowed))
 
 
 def _flop(csr: Csr) -> dict[str, float]:
@@ -130,4 +144,25 @@ def _workspace(csr: Csr) -> dict[str, int]:
         "P10": 16 * (neighbours.NEIGHBOURS + 4) * rows,
         "P11": 8 * rows + tile,
         "P12": rows + stack,
+    }
+
+
+def _beside_card(csr: Csr) -> dict[str, int]:
+    """Bytes that the host holds at most while a device has the pass: what goes there, what comes back, no blocks of rows."""
+    rows, dim, clusters = len(csr.rows), csr.dim, csr.clusters
+    means = 8 * clusters * dim
+    listed = min(neighbours.LOF_NEIGHBOURS, max(0, int(csr.sizes.max(initial=0)) - 1))
+    return {
+        "P1": 57 * rows,
+        "P2": 8 * rows + 2 * means,
+        "P3": 40 * rows,
+        "P4": 64 * rows,
+        "P5": 72 * rows + 6 * means,
+        "P6": 24 * rows + 256 * clusters,
+        "P7": 8 * 3 * STACK_VALUES + 4 * means,
+        "P8": 120 * rows + 3 * means,
+        "P9": (64 * listed + 120) * rows + means,
+        "P10": (16 * listed + 16 * (neighbours.NEIGHBOURS + 4)) * rows,
+        "P11": 160 * rows + means,
+        "P12": 64 * rows + means,
     }

@@ -8,7 +8,8 @@ in its own way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -93,12 +94,20 @@ class Spectra(NamedTuple):
     upper: Bool
 
 
+class Cost(NamedTuple):
+    """Of a pass on a device: bytes held there at most beyond the rows; flop, None where it is the CPU's."""
+
+    card_bytes: int
+    flop: float | None = None
+
+
 class Sweeps(Protocol):
     """`name` is the backend that a health table reports; `weight` 0 leaves a row out."""
 
     name: str
     swept: frozenset[str]  # passes that run where `name` says, and "open"
     tiles: Tiles | None  # None: the CPU's own, in float64
+    costs: Mapping[str, Cost]  # of the passes that it takes over, tiles among them
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """Without `hashed` the hashes may be anything: nobody reads them."""
@@ -154,6 +163,7 @@ class CpuSweeps:
     name = "cpu"
     swept: frozenset[str] = frozenset()
     tiles: Tiles | None = None
+    costs: Mapping[str, Cost] = MappingProxyType({})
 
     def __init__(self, csr: Csr) -> None:
         self._csr = csr

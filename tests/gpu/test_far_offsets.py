@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from fabric_pipelines.analytics import kernels, resident
+from fabric_pipelines.analytics import kernels_moments as moments
 from fabric_pipelines.analytics import kernels_scans as scans
 from fabric_pipelines.analytics.index import card_rows, e8
 from fabric_pipelines.analytics.index.lists import FloatLists
 from fabric_pipelines.analytics.index.space import Space
+from fabric_pipelines.analytics.reference import csr_syrk as syrk_twin
 from fabric_pipelines.analytics.reference import e8_codec_scan as codes_twin
 from fabric_pipelines.analytics.reference import ivf_scan as twin
 from fabric_pipelines.analytics.search import Queries, exact_topk, norms_of
@@ -49,6 +51,22 @@ def test_inverted_lists_are_read_beyond_2_32_numbers(card: Card) -> None:
     for query, row in enumerate(card.download(found.id)):
         true = twin.nearest(twin.distances(xq[query], near, "l2"), np.arange(NEAR), 5)[1]
         assert row.tolist() == [(9 << 40) + place for place in true.tolist()]
+
+
+@pytest.mark.parametrize("dim", [8, DIM])  # of fewer dimensions than rows, and of more
+def test_moments_are_of_rows_beyond_2_32_numbers(card: Card, dim: int) -> None:
+    far = (1 << 32) // dim + 8
+    near = np.random.default_rng(dim).standard_normal((NEAR, dim)).astype(np.float32)
+    rows = vast(card, far + NEAR, dim, dtype=np.float32)
+    weight = vast(card, far + NEAR, dtype=np.float64)
+    put(card, rows[far:], near)
+    put(card, weight[far:], np.ones(NEAR))
+    place, mean = np.arange(far, far + NEAR), near.astype(float).mean(axis=0, keepdims=True)
+    store = moments.Store(rows, weight, scans.send(card, place), scans.send(card, mean))
+    (work,) = moments.waves(np.array([0]), np.array([NEAR]), dim)
+    found = card.download(moments.csr_syrk(card, store, work, centred=True))
+    exact = syrk_twin.moment(near - mean)
+    np.testing.assert_allclose(found.reshape(exact.shape), exact, atol=1e-12 * np.trace(exact))
 
 
 def test_keys_are_merged_beyond_2_32_numbers(card: Card) -> None:
