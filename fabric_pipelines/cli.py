@@ -339,17 +339,20 @@ def results(
     ctx: typer.Context,
     what: Annotated[str, typer.Argument(metavar="FUNCTION", help="A function or submission id.")],
     out: Annotated[Path | None, typer.Option(help=".parquet, .arrow, .csv or .jsonl")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of a file that is there.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Hand over results as a file; without --out, their count and columns."""
     from fabric_pipelines.api import Fabric, require_target, write_table
 
     if out is not None:
-        require_target(out)
+        require_target(out, replace=replace)
     table = Fabric(_settings(ctx)).results(what)
     answer: dict[str, Any] = {"rows": table.num_rows, "columns": table.column_names}
     if out is not None:
-        answer |= {"path": out, "bytes": write_table(table, out)}
+        answer |= {"path": out, "bytes": write_table(table, out, replace=replace)}
     _emit(answer, as_json)
 
 

@@ -29,6 +29,7 @@ from fabric_pipelines.errors import (
     UsageError,
     VersionRefused,
 )
+from fabric_pipelines.redaction import redact_words
 from fabric_pipelines.settings import Settings, redact
 
 SERVER_VERSION_LEAST = 150000
@@ -87,7 +88,7 @@ class Database:
                 )
             except (psycopg.ProgrammingError, UnicodeError) as fault:
                 raise SettingsError(
-                    f"the database URL {redact(self.url)!r} cannot be read ({fault}); "
+                    f"the database URL {redact(self.url)!r} cannot be read ({redact_words(str(fault), self.url)}); "
                     "it looks like postgresql://user:password@host:port/name"
                 ) from fault
         version = connection.info.server_version
@@ -260,7 +261,7 @@ _NOWHERE = re.compile(
 
 
 def translate(fault: psycopg.Error, url: str) -> FabricError:
-    where, why = redact(url), " ".join(str(fault).split())
+    where, why = redact(url), redact_words(" ".join(str(fault).split()), url)
     state = fault.sqlstate or ""
     if (missing := missing_database(fault)) is not None:
         return SettingsError(

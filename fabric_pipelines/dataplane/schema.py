@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from fabric_pipelines.dataplane.database import (
     Connection,
     Database,
     get_meta,
     missing_database,
-    translated,
 )
 from fabric_pipelines.dataplane.libpq import ENCODING
 from fabric_pipelines.dataplane.sql import migrations, query, trusted
@@ -151,11 +150,3 @@ def _require_rights(connection: Connection, database: Database) -> None:
             f"the schema fabric of database {name!r} belongs to {owner!r}, and role {role!r} may not change it: "
             f'use that role in FABRIC_PG_URL, or run `alter schema fabric owner to "{role}"` as {owner!r}'
         )
-
-
-def connection_environment(url: str) -> tuple[str, dict[str, str]]:
-    """(conninfo without the password, PGPASSWORD where there is one): arguments of a process can be read by all."""
-    with translated(url):
-        parts = conninfo_to_dict(url)
-    password = parts.pop("password", None)
-    return make_conninfo("", **parts), {"PGPASSWORD": str(password)} if password else {}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fabric_pipelines import settings as settings_module
-from fabric_pipelines.dataplane import libpq
+from fabric_pipelines.dataplane import dump, libpq
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, at_hand
 from fabric_pipelines.errors import DatabaseUnavailable, SettingsError
@@ -63,13 +63,16 @@ def _ask(settings: Settings) -> tuple[object, ...] | None:
 
 
 def test_no_variable_of_the_shell_leads_past_the_embedded_server(
-    made_home: Settings, monkeypatch: pytest.MonkeyPatch
+    made_home: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     seen = dict(os.environ)
     with at_hand(made_home, lambda line: None):
         assert _ask(made_home) == (1, "UTC")
+        database = Database.of(made_home)
+        database.migrate()
+        assert dump.write(database, tmp_path / "x.dump").size > 0
     assert dict(os.environ) == seen
 
 
