@@ -23,6 +23,7 @@ from assets.lineage import (
 from assets.metadata import Metadata, Published, of_results, of_submission
 from fabric_pipelines.broker.replies import SubmissionState
 from fabric_pipelines.errors import UsageError
+from fabric_pipelines.given import value_of
 from fabric_pipelines.workloads.catalogue import Workload
 from fabric_pipelines.workloads.request import WHOLE, Prepared
 from resources.broker import BrokerResource
@@ -133,7 +134,10 @@ def results_asset(
     ) -> dg.MaterializeResult:
         metadata = {}
         for partition, entry in finished.items():
-            state = SubmissionState(**entry["state"])
+            state = value_of(
+                SubmissionState, entry["state"], f"what the await of {partition} left", what="submission",
+                remedy="run that step again",
+            )  # fmt: skip
             landed = completion.landed(workload.function, state.submission_id)
             table = workload.results(entry["request"], landed)
             artifact = lake.put(_artifact_name(workload.name, partition), table)

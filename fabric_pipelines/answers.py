@@ -28,6 +28,7 @@ SHOWN = {
     ),
     "receipts": ("shard", "generation", "bytes", "receipt_id"),
     "files": ("role", "rows", "bytes", "sha256"),
+    "refusals": ("function", "sqlstate", "message", "last_said", "accepted_at"),
     "letters": ("task_id", "state", "function", "error_code", "attempts", "consumer", "reason"),
     "kernels": ("family", "arch", "registers", "spills", "digest"),
 }

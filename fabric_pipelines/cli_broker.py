@@ -147,6 +147,27 @@ def dead_requeue(
         raise typer.Exit(PARTIAL)
 
 
+@dead_app.command("accept")
+def dead_accept(
+    ctx: typer.Context,
+    function: Annotated[str, typer.Argument(help="As `fabric status` names it.")],
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="What was accepted counts no more.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """A function whose table refuses every row alike waits no more: what is refused in those words becomes a dead letter."""
+    from fabric_pipelines.completion import dead_letters
+    from fabric_pipelines.dataplane import refusals
+    from fabric_pipelines.dataplane.database import Database
+
+    database = Database.of(settings_of(ctx))
+    if withdraw:
+        emit({"function": function, "withdrawn": refusals.withdraw(database, function)}, as_json)
+    else:
+        emit(dead_letters.as_json(refusals.accept(database, function)), as_json)
+
+
 @app.command("verify")
 def broker_verify(ctx: typer.Context, as_json: Json = False) -> None:
     """Read all of the log, also what lies in the cold tier, rebuild the state from it alone and compare; exit code 3 if

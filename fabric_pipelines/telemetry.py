@@ -217,10 +217,14 @@ def read_account(path: Path) -> dict[str, Any] | None:
     """What a process that lives wrote there, with its age; None when there is none."""
     try:
         age_s = time.time() - path.stat().st_mtime
+        if (
+            age_s > ACCOUNT_STALE_S
+        ):  # before it is read: of a machine that lost power it may be anything
+            return None
         facts: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if age_s > ACCOUNT_STALE_S or not psutil.pid_exists(facts["pid"]):
+    if not psutil.pid_exists(facts["pid"]):
         return None
     return {**facts, "age_s": max(age_s, 0.0)}
 

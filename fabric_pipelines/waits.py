@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from fabric_pipelines.given import value_of
+
 BLOCK_BYTES = 4096
 REASON_CHARACTERS_MAX = 600  # six bytes each at worst, as JSON writes them
 READS_MAX = 3
@@ -125,7 +127,13 @@ def _read(path: Path) -> Wait | None:
         for _ in range(READS_MAX):
             crc, _, text = os.pread(fd, BLOCK_BYTES, 0).rstrip(b"\0 ").partition(b" ")
             if crc == b"%08x" % zlib.crc32(text):
-                return Wait(**json.loads(text))
+                return value_of(
+                    Wait,
+                    text,
+                    str(path),
+                    what="note of a wait",
+                    remedy="start the process that wrote it again",
+                )
         return None
     finally:
         os.close(fd)

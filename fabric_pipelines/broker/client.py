@@ -40,6 +40,7 @@ from fabric_pipelines.broker.replies import (
     VerifyReport,
     attach_reply,
     broker_status,
+    reply_of,
     scrub_report,
     verify_report,
 )
@@ -195,13 +196,12 @@ class BrokerClient:
     def hello(self) -> BrokerInfo:
         """Who answers. Raises CorruptionFound if its journal holds less than what was acknowledged here."""
         head, _ = self._call("hello", {})
-        info = BrokerInfo(**head)
-        if info.protocol != PROTOCOL_VERSION:
+        if head.get("protocol") != PROTOCOL_VERSION:
             raise VersionRefused(
-                f"the broker at {self.endpoint} speaks protocol {info.protocol}, this client "
+                f"the broker at {self.endpoint} speaks protocol {head.get('protocol')}, this client "
                 f"{PROTOCOL_VERSION}: install the same fabric-pipelines on both sides"
             )
-        return info
+        return reply_of(BrokerInfo, head)
 
     def status(self) -> BrokerStatus:
         return broker_status(self._call("status", {})[0])
@@ -256,7 +256,9 @@ class BrokerClient:
     def requeue(self, task_ids: TaskIds, *, reason: str) -> RequeueReply:
         """Dead tasks are ready again, under their ids and without their attempts. Durable on return; what is not dead
         any more is counted and left alone."""
-        return RequeueReply(**self._call("requeue", {"reason": reason}, ids_part(task_ids))[0])
+        return reply_of(
+            RequeueReply, self._call("requeue", {"reason": reason}, ids_part(task_ids))[0]
+        )
 
     # -- producer
 
@@ -326,7 +328,7 @@ class BrokerClient:
             raise self._fault(fault) from fault
         if not state.closed:
             head, _ = self._call("close", {"submission_id": submission.submission_id})
-            state = SubmissionState(**head)
+            state = reply_of(SubmissionState, head)
         if state.abandoned:
             raise SubmissionConflict(given_up(state.submission_id, state.enqueued, state.tasks))
         return state
@@ -370,7 +372,7 @@ class BrokerClient:
     def abandon(self, submission_id: str) -> SubmissionState:
         """End a submission with what came of it, which runs; its id is used up. Durable on return. UsageError if the
         broker does not know it, or it is whole and closed."""
-        return SubmissionState(**self._call("abandon", {"submission_id": submission_id})[0])
+        return reply_of(SubmissionState, self._call("abandon", {"submission_id": submission_id})[0])
 
     def submission(
         self, submission_id: str, *, patience: Patience | None = None
@@ -379,7 +381,7 @@ class BrokerClient:
         while True:
             try:
                 state = self._call("submission", {"submission_id": submission_id})[0]["state"]
-                return None if state is None else SubmissionState(**state)
+                return None if state is None else reply_of(SubmissionState, state)
             except BrokerUnavailable as fault:
                 if patience is None:
                     raise
@@ -467,13 +469,13 @@ class BrokerClient:
         return Lease.from_batch(_checked(reply, parts[0])) if parts else None
 
     def renew(self) -> RenewReply:
-        return RenewReply(**self._call("renew", {})[0])
+        return reply_of(RenewReply, self._call("renew", {})[0])
 
     def computed(self, batch: pa.RecordBatch) -> ComputedReply:
         """Durable on return. Send again what was not answered: duplicates are counted and change nothing."""
         require_schema(batch, COMPLETION_SCHEMA, "completion batch")
         ipc = to_ipc_pieces(batch)
-        return ComputedReply(**self._call("computed", {"crc32c": ipc.crc32c()}, ipc)[0])
+        return reply_of(ComputedReply, self._call("computed", {"crc32c": ipc.crc32c()}, ipc)[0])
 
     def nack(self, task_ids: TaskIds, *, reason: str, attempted: bool = False) -> int:
         """Give tasks back. `attempted`: they had started when the engine failed; like a lease that ran out, it
@@ -487,9 +489,13 @@ class BrokerClient:
 
     # -- completion
 
-    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
-        """PULLED_SCHEMA, oldest first, at most `rows`; a row comes once per session until `release_pulled`."""
-        reply, parts = self._call("pull", {"rows": rows, "wait_s": wait_s})
+    def pull_computed(
+        self, *, rows: int, wait_s: float = 0, skip: Sequence[str] = ()
+    ) -> pa.RecordBatch | None:
+        """PULLED_SCHEMA, oldest first, at most `rows`; a row comes once per session until `release_pulled`. Rows of the
+        functions in `skip` stay where they are, and come first once they are not named any more."""
+        head = {"rows": rows, "wait_s": wait_s}
+        reply, parts = self._call("pull", {**head, "skip": list(skip)} if skip else head)
         return _checked(reply, parts[0]) if parts else None
 
     def retire(self, task_ids: TaskIds, confirmation: Confirmation) -> int:
@@ -502,8 +508,9 @@ class BrokerClient:
         more = () if requeues is None else (as_part(np.asarray(requeues, np.uint8)),)
         return self._settle(task_ids, confirmation, *more, dead=True)
 
-    def release_pulled(self) -> None:
-        self._call("release", {})
+    def release_pulled(self, task_ids: TaskIds | None = None) -> None:
+        """This session may be handed once more what it pulled: everything, or these tasks."""
+        self._call("release", {}, *(() if task_ids is None else (ids_part(task_ids),)))
 
     def _settle(
         self, task_ids: TaskIds, confirmation: Confirmation, *more: Part, dead: bool
@@ -604,7 +611,7 @@ class BrokerClient:
         if head is None:
             return None
         raise_error(head)
-        state = SubmissionState(**self._note(head, self._opening))
+        state = reply_of(SubmissionState, self._note(head, self._opening))
         self._enqueued = state.enqueued
         return state
 

@@ -7,7 +7,7 @@ what was pulled, how far a lane has been handed out) is derived or declared agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,7 @@ class Core:
         self.roster = Roster(PATIENCE_LEASES * limits.lease_s)
         self.room = Room(state)
         self._supply = Supply(state, limits.merge_waste, self.room)
-        self._computed = ComputedQueue()
+        self._computed = ComputedQueue(state)
         self._contents = Contents()
         self._stepping: set[int] = set()
         self._derive()
@@ -601,12 +601,12 @@ class Core:
 
     # -- completion
 
-    def pull(self, name: str, rows: int) -> Sequences:
-        """Up to `rows` computed tasks, oldest first, that this session has not pulled yet."""
-        return self._computed.pull(name, rows, self.state.index.state)
+    def pull(self, name: str, rows: int, skip: Collection[str] = ()) -> Sequences:
+        """Up to `rows` computed tasks, oldest first, that this session has not pulled yet; none of the functions in `skip`."""
+        return self._computed.pull(name, rows, skip)
 
-    def release_pulled(self, name: str) -> None:
-        self._computed.release(name)
+    def release_pulled(self, name: str, task_ids: npt.NDArray[np.int64] | None = None) -> None:
+        self._computed.release(name, task_ids)
 
     def settle(
         self,

@@ -49,6 +49,14 @@ def flag(head: Head, name: str, *, default: bool | None = None) -> bool:
     return value
 
 
+def names(head: Head, name: str, *, most: int) -> tuple[str, ...]:
+    """None where it is absent."""
+    value = head.get(name, [])
+    if not isinstance(value, list) or len(value) > most:
+        raise UsageError(f"{name} must be a list of at most {most} names, not {shown(value)}")
+    return tuple(text({name: each}, name) for each in value)
+
+
 def mapping(head: Head, name: str) -> dict[str, Any]:
     value = head.get(name)
     if not isinstance(value, dict):

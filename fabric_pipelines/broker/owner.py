@@ -8,7 +8,7 @@ is full refuses new tasks and nothing else; any other failure of the journal is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -638,9 +638,9 @@ class Owner:
 
     # -- completion
 
-    def pull(self, name: str, rows: int) -> pa.RecordBatch | None:
+    def pull(self, name: str, rows: int, skip: Collection[str] = ()) -> pa.RecordBatch | None:
         try:
-            return self._pulled(name, rows)
+            return self._pulled(name, rows, skip)
         except FabricError as fault:
             self.core.release_pulled(name)  # rows of a dead letter lie in a store that is away
             if isinstance(
@@ -649,16 +649,16 @@ class Owner:
                 raise NotFetched(f"ColdLost: {fault}", retry_after_s=5.0) from fault
             raise
 
-    def _pulled(self, name: str, rows: int) -> pa.RecordBatch | None:
+    def _pulled(self, name: str, rows: int, skip: Collection[str]) -> pa.RecordBatch | None:
         """Of those whose outcome can be read."""
-        while len(tasks := self.core.pull(name, rows)):
+        while len(tasks := self.core.pull(name, rows, skip)):
             self._require_written([self.journal.next_lsn - 1] if self.dirty else [])
             if (found := self.reach.outcomes(tasks)) is not None:
                 return found
         return None
 
-    def release_pulled(self, name: str) -> None:
-        self.core.release_pulled(name)
+    def release_pulled(self, name: str, task_ids: npt.NDArray[np.int64] | None = None) -> None:
+        self.core.release_pulled(name, task_ids)
 
     def settle(
         self,

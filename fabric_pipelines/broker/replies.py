@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from fabric_pipelines.broker import fields
+from fabric_pipelines.errors import VersionRefused
+from fabric_pipelines.given import value_of
 from fabric_pipelines.ledger import Amount, Ledger
 from fabric_pipelines.records.submission import Submission
+
+T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 ACKNOWLEDGED = "acknowledged"  # key of [journal id, LSN, life] in answers and in requests
@@ -217,17 +222,29 @@ class ScrubReport:
     damaged: list[DamagedFrame] = field(default_factory=list)
 
 
+SAME = "install the same fabric-pipelines on both sides, and start the broker again"
+
+
+def reply_of(cls: type[T], head: object) -> T:
+    """A broker's answer. VersionRefused where it is not what this program knows."""
+    what, where = cls.__name__, "the broker's answer"
+    return value_of(cls, head, where, what=what, remedy=SAME, newer=SAME, error=VersionRefused)
+
+
 def scrub_report(head: Mapping[str, Any]) -> ScrubReport:
-    return ScrubReport(**{**head, "damaged": _damaged(head)})
+    return reply_of(ScrubReport, {**head, "damaged": _damaged(head)})
 
 
 def verify_report(head: Mapping[str, Any]) -> VerifyReport:
-    return VerifyReport(**{**head, "damaged": _damaged(head)})
+    return reply_of(VerifyReport, {**head, "damaged": _damaged(head)})
 
 
 def _damaged(head: Mapping[str, Any]) -> list[DamagedFrame]:
     return [
-        DamagedFrame(**{**frame, "rows": [LostRows(**part) for part in frame.get("rows", ())]})
+        reply_of(
+            DamagedFrame,
+            {**frame, "rows": [reply_of(LostRows, part) for part in frame.get("rows", ())]},
+        )
         for frame in head.get("damaged", ())
     ]
 
@@ -237,11 +254,12 @@ def as_json(reply: Any) -> dict[str, Any]:
 
 
 def broker_status(head: Mapping[str, Any]) -> BrokerStatus:
-    total = Ledger(**{name: Amount(**amount) for name, amount in head["total"].items()})
-    return BrokerStatus(**{**head, "total": total})
+    amounts = {
+        name: reply_of(Amount, amount) for name, amount in fields.mapping(head, "total").items()
+    }
+    return reply_of(BrokerStatus, {**head, "total": reply_of(Ledger, amounts)})
 
 
 def attach_reply(head: Mapping[str, Any]) -> AttachReply:
-    return AttachReply(
-        head["session"], tuple(head["accepted"]), tuple(head["lost"]), head["lease_ms"]
-    )
+    ids = {name: tuple(head.get(name) or ()) for name in ("accepted", "lost")}
+    return reply_of(AttachReply, {**head, **ids})

@@ -76,6 +76,7 @@ from fabric_pipelines.records.profile import Profile
 
 SCRUB_BYTES = 8 << 20
 WAIT_MAX_S = 5.0
+SKIPPED_MAX = 1000
 
 Head = Mapping[str, Any]
 Reply = tuple[dict[str, Any], tuple[Part, ...]]
@@ -343,9 +344,10 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
 
     def _pull(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
         name, rows = _session(head, who), fields.count(head, "rows", least=1)
+        skip = fields.names(head, "skip", most=SKIPPED_MAX)
         until = time.monotonic() + fields.seconds(head, "wait_s", most=WAIT_MAX_S)
         while True:
-            batch = self._desk.ask(lambda owner: owner.pull(name, rows), Rank.LEASE).result()
+            batch = self._desk.ask(lambda owner: owner.pull(name, rows, skip), Rank.LEASE).result()
             left = until - time.monotonic()
             if batch is not None or left <= 0:
                 break
@@ -357,8 +359,8 @@ class BrokerServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow sh
         return {"crc32c": ipc.crc32c()}, (ipc,)
 
     def _release(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:
-        name = _session(head, who)
-        self._desk.ask(lambda owner: owner.release_pulled(name), Rank.QUESTION).result()
+        name, some = _session(head, who), _ids(parts[0]) if parts else None
+        self._desk.ask(lambda owner: owner.release_pulled(name, some), Rank.QUESTION).result()
         return {}, ()
 
     def _settle(self, head: Head, parts: list[memoryview], who: Identity) -> Reply:

@@ -44,6 +44,7 @@ class Account:
         self._output.update(counters.retired_output_tokens, now_s)
         return {
             "held": self._receiver.holds,
+            "waiting": self._receiver.waiting,
             "counters": asdict(counters),
             "retired_tokens_per_s": {"prompt": self._prompt.rate, "output": self._output.rate},
             "governor": self._valve.as_json(),

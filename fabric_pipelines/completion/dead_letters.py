@@ -7,7 +7,8 @@ that was requeued keeps its old row until it lands (the row goes) or dies again 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.replies import RequeueReply
-from fabric_pipelines.dataplane import results
+from fabric_pipelines.dataplane import refusals, results
 from fabric_pipelines.dataplane.database import Database
 
 TaskIds = npt.NDArray[np.int64]
@@ -25,11 +26,13 @@ IDS_PER_CALL = 50_000
 @dataclass(frozen=True, slots=True)
 class Listing:
     """dead: tasks that are dead now, by the broker. reasons: rows of the database by error code. letters: one row
-    each with the task's present state, at most as many as were asked for."""
+    each with the task's present state, at most as many as were asked for. refusals: what tables said to every row of a
+    function, accepted or waited for."""
 
     dead: int
     reasons: list[dict[str, Any]]
     letters: list[dict[str, Any]]
+    refusals: list[dict[str, Any]]
 
 
 def listed(
@@ -55,7 +58,16 @@ def listed(
         for code, count in found.items()
         if reason in (None, code)
     ]
-    return Listing(client.status().total.dead.tasks, reasons, letters)
+    said = [as_json(each) for each in refusals.listed(database, function)]
+    return Listing(client.status().total.dead.tasks, reasons, letters, said)
+
+
+def as_json(refusal: refusals.Refusal) -> dict[str, Any]:
+    given = asdict(refusal)
+    times = {
+        name: value.isoformat() for name, value in given.items() if isinstance(value, datetime)
+    }
+    return {**given, **times}
 
 
 def requeue(

@@ -228,6 +228,17 @@ def _binary(values: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> pa.Binary
     return pa.Array.from_buffers(pa.binary(), len(sizes), buffers)
 
 
+def task_ids_of(columns: Sequence[Column]) -> npt.NDArray[np.int64]:
+    """Those of a table of results, whose first column they are."""
+    assert columns[0].name == "task_id"
+    ids: npt.NDArray[np.int64] = columns[0].values.to_numpy()
+    return ids
+
+
+def stream_size(stream: Sequence[memoryview]) -> int:
+    return sum(len(piece) for piece in stream)
+
+
 def row_bytes(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
     """Bytes of each row's values in Arrow, without offsets and validity."""
     sizes = np.zeros(batch.num_rows, np.int64)

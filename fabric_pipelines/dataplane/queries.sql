@@ -264,14 +264,44 @@ select set_config('synchronous_commit', 'on', false)
 where current_setting('synchronous_commit') = 'off';
 
 -- name: bounded_waits
--- Whoever locks a results table makes landing wait and try again, not hang.
-set lock_timeout = '30s';
+-- Whoever locks a results table makes landing wait and try again, not hang; as long as that has a writer other functions
+-- share the rest.
+set lock_timeout = '5s';
 
 -- name: current_xid
 select pg_current_xact_id()::text;
 
 -- name: xact_status
 select pg_xact_status(%(xid)s::xid8);
+
+-- name: refusal_accepted
+select accepted_at is not null from fabric.refusals
+where function = %(function)s and sqlstate = %(sqlstate)s and message = %(message)s and constraint_ = %(constraint)s;
+
+-- name: forget_refusals
+delete from fabric.refusals
+where function = %(function)s and accepted_at is null
+  and (sqlstate, message, constraint_) is distinct from (%(sqlstate)s, %(message)s, %(constraint)s);
+
+-- name: note_refusal
+insert into fabric.refusals (function, sqlstate, message, constraint_)
+values (%(function)s, %(sqlstate)s, %(message)s, %(constraint)s)
+on conflict (function, sqlstate, message, constraint_) do update set last_said = now();
+
+-- name: refusals
+select function, sqlstate, message, constraint_, since, last_said, accepted_at from fabric.refusals
+where %(function)s::text is null or function = %(function)s
+order by function, accepted_at nulls first, since;
+
+-- name: accept_refusal
+-- Those that wait for it first, else those that were accepted before.
+update fabric.refusals as r set accepted_at = coalesce(r.accepted_at, now())
+from (select ctid from fabric.refusals where function = %(function)s order by accepted_at is not null, last_said desc limit 1) as last
+where r.ctid = last.ctid
+returning r.function, r.sqlstate, r.message, r.constraint_, r.since, r.last_said, r.accepted_at;
+
+-- name: withdraw_refusals
+delete from fabric.refusals where function = %(function)s and accepted_at is not null;
 
 -- name: look_at_constraints
 -- COMMIT would look at the deferred ones, when no row can be told from another any more.
@@ -557,6 +587,12 @@ where w.cluster <> fabric.cluster() or not exists (select from pg_class where oi
 
 -- name: forget_watch
 select fabric.forget_watch(%(watch)s);
+
+-- name: is_template
+select datistemplate from pg_database where datname = current_database();
+
+-- name: template_encoding
+select pg_encoding_to_char(encoding) from pg_database where datname = 'template1';
 
 -- name: fabric_holders
 select distinct format('pid %s (%s, role %s) since %s', a.pid, coalesce(nullif(a.application_name, ''), 'no name'), a.usename, a.xact_start)

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 
 import psycopg
 
-from fabric_pipelines.dataplane.database import translate
+from fabric_pipelines.dataplane.database import Connection, translate
 from fabric_pipelines.dataplane.sinks import Rejection
+from fabric_pipelines.dataplane.table_trouble import held, is_of_the_table
 from fabric_pipelines.dataplane.table_trouble import told as refuses_all
 from fabric_pipelines.errors import StorageFailed
 
@@ -114,13 +115,16 @@ def dead_before(row: int) -> Rejection:
 
 
 @contextmanager
-def landing_into(table: str, where: str) -> Iterator[None]:
-    """As `translated`, for the statements of a landing; a fault of the table comes with its remedy."""
+def landing_into(table: str, where: str, connection: Connection) -> Iterator[None]:
+    """As `translated`, for the statements of a landing that roll back what they began; a fault of the table comes with its
+    remedy."""
     try:
         yield
     except psycopg.Error as fault:
         if fault.sqlstate == "2200H" or lacks_partition(fault):
             raise refuses_all(table, where, fault) from fault
+        if is_of_the_table(fault):
+            raise held(table, where, fault, connection) from fault
         told = translate(fault, where)
         # 08P01 within COPY: a column narrower or wider than what is sent; elsewhere a pooler says it of a lost server
         mistyped = fault.sqlstate == "08P01" and (fault.diag.context or "").startswith("COPY")

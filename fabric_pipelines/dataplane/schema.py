@@ -20,7 +20,8 @@ from fabric_pipelines.dataplane.database import (
     missing_database,
     translated,
 )
-from fabric_pipelines.dataplane.sql import migrations, query
+from fabric_pipelines.dataplane.libpq import ENCODING
+from fabric_pipelines.dataplane.sql import migrations, query, trusted
 from fabric_pipelines.errors import SettingsError, UsageError
 from fabric_pipelines.settings import redact
 
@@ -110,18 +111,30 @@ def _ensure_database(database: Database) -> bool:
         if missing is None:
             raise
         maintenance = Database(make_conninfo(database.url, dbname=MAINTENANCE))
-        with maintenance.connect() as connection:
+        with maintenance.connect(for_rows=False) as connection:
             try:
-                connection.execute(sql.SQL("create database {}").format(sql.Identifier(missing)))
+                connection.execute(_create(connection, missing))
             except psycopg.errors.InsufficientPrivilege as fault:
                 raise SettingsError(
                     f"there is no database {missing!r} at {redact(database.url)}, and this role may not make one: "
-                    f'ask the owner of the server for `create database "{missing}" owner {connection.info.user}`'
+                    f'ask the owner of the server for `create database "{missing}" owner {connection.info.user} '
+                    "encoding 'UTF8' template template0`"
                 ) from fault
             except psycopg.errors.DuplicateDatabase:
                 return False  # somebody else was faster
         return True
     return False
+
+
+def _create(connection: Connection, name: str) -> sql.Composed:
+    """From the server's own template, with what its owner put there, unless that cannot hold all text."""
+    row = connection.execute(query("template_encoding")).fetchone()
+    statement = sql.SQL("create database {}").format(sql.Identifier(name))
+    if row is None or row[0] == ENCODING:
+        return statement
+    # the locale of such a server may fit its own encoding only; C fits any, and the fabric sorts no text
+    options = "encoding 'UTF8' template template0 locale_provider libc locale 'C'"
+    return statement + trusted(f" {options}")
 
 
 def _require_rights(connection: Connection, database: Database) -> None:

@@ -31,6 +31,8 @@ WRITERS = (
     "AccessExclusiveLock",
 )  # fmt: skip
 """What SHARE ROW EXCLUSIVE waits for; ACCESS EXCLUSIVE waits for readers as well."""
+KEEP_ROWS_OUT = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock")
+"""What a row that goes in waits for."""
 READERS = ("AccessShareLock", "RowShareLock", *WRITERS)
 
 

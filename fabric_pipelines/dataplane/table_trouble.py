@@ -9,13 +9,14 @@ fewer than ROWS_ALIKE are buried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psycopg
 from psycopg import sql
 
 from fabric_pipelines.dataplane.database import Connection
 from fabric_pipelines.dataplane.sql import compose, query, relation, trusted
+from fabric_pipelines.dataplane.table_locks import KEEP_ROWS_OUT
 from fabric_pipelines.errors import DatabaseUnavailable
 
 ROWS_ALIKE = 8
@@ -23,15 +24,50 @@ ROWS_ALIKE = 8
 _ABOUT_VALUES = ("22", "23")  # data exception, integrity constraint violation
 
 
-class TableRefuses(DatabaseUnavailable):
-    """The table takes no row at all for now, whatever it holds."""
+class TableTrouble(DatabaseUnavailable):
+    """One table takes nothing for now; the connection is whole, and others may take rows all the while."""
 
 
-def told(table: str, where: str, fault: psycopg.Error) -> TableRefuses:
+class TableRefuses(TableTrouble):
+    """The table takes no row at all for now, whatever it holds. words: those that an operator may accept."""
+
+    words: Mapping[str, str] | None = None
+
+
+class TableHeld(TableTrouble):
+    """Somebody holds what a landing into the table waits for, or ended its statement."""
+
+
+def is_of_the_table(fault: psycopg.Error) -> bool:
+    """Whether the server gave one statement up and goes on: a lock was not to be had, a deadlock, a statement that took too
+    long or that somebody cancelled. The rest of the classes that may pass is about the whole server."""
+    state = fault.sqlstate or ""
+    return state[:2] in ("40", "55") or state == "57014"
+
+
+def told(table: str, where: str, fault: psycopg.Error, accepts: str = "") -> TableRefuses:
+    """accepts: the command that ends the waiting by dead letters."""
+    way_out = f"; if it means it, `{accepts}` makes dead letters of them" if accepts else ""
     why = fault.diag.message_primary or str(fault)
     return TableRefuses(
         f"{table} of {where} refuses every row alike ({fault.sqlstate}: {why}): nothing is buried, landing waits and goes on "
-        "by itself once that trigger, default, sequence or partitioning lets rows in"
+        f"by itself once that trigger, default, sequence or partitioning lets rows in{way_out}"
+    )
+
+
+def held(table: str, where: str, fault: psycopg.Error, connection: Connection) -> TableHeld:
+    """Names who holds the table now. `connection`: outside a transaction."""
+    why = fault.diag.message_primary or str(fault)
+    try:
+        number = connection.execute("select to_regclass(%s)::oid", [table]).fetchone()
+        asked = {"relation": number and number[0], "modes": list(KEEP_ROWS_OUT)}
+        holders = connection.execute(query("lock_holders"), asked).fetchall()
+    except psycopg.Error:
+        holders = []
+    named = ", ".join(row[0] for row in holders) or "nobody any more, or not this table"
+    return TableHeld(
+        f"{table} of {where} cannot be written for now ({fault.sqlstate}: {why}): held by {named}; its rows wait and land once "
+        "that is over (`select pg_terminate_backend(PID)`, `rollback prepared`)"
     )
 
 

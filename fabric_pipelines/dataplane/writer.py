@@ -38,8 +38,11 @@ from fabric_pipelines.dataplane.encode import (
     StreamTooLarge,
     encode_copy,
     row_bytes,
+    stream_size,
+    task_ids_of,
 )
 from fabric_pipelines.dataplane.lake import Lake
+from fabric_pipelines.dataplane.refusals import note, require_accepted
 from fabric_pipelines.dataplane.rejection import (
     dead_before,
     dropped,
@@ -62,7 +65,7 @@ from fabric_pipelines.dataplane.sinks import (
 from fabric_pipelines.dataplane.spill import spill
 from fabric_pipelines.dataplane.sql import compose, query, relation
 from fabric_pipelines.dataplane.staleness import ring
-from fabric_pipelines.dataplane.table_trouble import table_refuses, told
+from fabric_pipelines.dataplane.table_trouble import TableHeld, TableRefuses, table_refuses
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
     IncarnationMismatch,
@@ -167,11 +170,13 @@ class Writer:
             self._doubt = fault
             self.close()
             raise
-        except BaseException:
+        except BaseException as fault:
+            if isinstance(fault, TableRefuses):
+                note(connection, fault)
             self.close()
             raise
         if landed.rows:
-            self._ring(connection, sink_of(batch.column("function")[0].as_py()).table)
+            self._ring(connection, sink_of(_function(batch)).table)
         return landed
 
     def _ring(self, connection: Connection, table: str) -> None:
@@ -262,7 +267,7 @@ def land(
         raise SchemaError(f"a landing takes one function, this batch has {functions}")
     sink, landing = sink_of(functions[0]), Landing(identity.vector_type, decode)
     meter = meter or Meter(connection)
-    with landing_into(sink.table, f"database {identity.database}"):
+    with landing_into(sink.table, f"database {identity.database}", connection):
         landed = _filled(connection, sink, batch, landing, identity, meter, refused or {})
         began = time.perf_counter()
         try:
@@ -351,7 +356,7 @@ def _filled(
                 raise
             stays = np.flatnonzero(np.isin(_ids(batch), fault.buried)).tolist()
             given = {**{at: dead_before(at) for at in stays}, **given}
-    raise DatabaseUnavailable(
+    raise TableHeld(
         f"database {identity.database}: another completion lands the same tasks of {sink.table} at this moment; this "
         "one tries again"
     )
@@ -377,7 +382,7 @@ def _fill(
     rows, size = 0, 0
     ids, target = _ids(batch), _Target(connection, sink.table, meter)
     rows_left = np.setdiff1d(good, np.fromiter(refused, np.int64, len(refused)))
-    pending, asked = _pieces(batch, rows_left), False
+    pending, asked, final = _pieces(batch, rows_left), False, False
 
     def not_there() -> npt.NDArray[np.int64]:
         """Of a row that is in the table already, the table would say just that."""
@@ -409,8 +414,13 @@ def _fill(
                     return target.attempt(sink.encode(_chosen(batch, new[at : at + 1]), landing))
 
                 if table_refuses(connection, sink.table, sink.names, fault, new.size, attempt):
-                    raise told(sink.table, f"database {identity.database}", fault) from fault
+                    function, where = _function(batch), f"database {identity.database}"
+                    require_accepted(connection, function, sink.table, where, fault)
+                    final = True
             asked = True
+            if final and chosen.size > 1:  # each is refused, and alone it sends no other along
+                pending += np.array_split(chosen, chosen.size)
+                continue
             at = row_at_fault(fault, chosen.size)
             if at is None:
                 pending += np.array_split(
@@ -454,7 +464,7 @@ def _settled(
     connection.execute(
         query("acknowledge"),
         {
-            "function": batch.column("function")[0].as_py(),
+            "function": _function(batch),
             "first_task": int(ids.min()),
             "last_task": int(ids.max()),
             "rows": len(ids),
@@ -520,7 +530,7 @@ class _Target:
     def put(self, columns: Sequence[Column]) -> _Put:
         """After a rejection the transaction is as it was before. Raises StreamTooLarge with nothing sent."""
         stream = encode_copy(columns)
-        names, ids = _names(columns), _column_ids(columns)
+        names, ids = _names(columns), task_ids_of(columns)
         if self._meter.goes_straight(self._table):
             try:
                 self._defer()
@@ -528,7 +538,7 @@ class _Target:
                     counted = self._copy(relation(self._table), names, stream)
                     self._look()
                 absent = self._absent(ids, counted)
-                return _Put(min(counted, len(ids) - len(absent)), _size(stream), absent)
+                return _Put(min(counted, len(ids) - len(absent)), stream_size(stream), absent)
             except psycopg.errors.UniqueViolation:
                 pass  # a task id is there already, or somebody's own index objects: the twin tells which
         return self.through_stage(columns, stream)
@@ -550,7 +560,7 @@ class _Target:
         return None
 
     def through_stage(self, columns: Sequence[Column], stream: Sequence[memoryview]) -> _Put:
-        names, ids = _names(columns), _column_ids(columns)
+        names, ids = _names(columns), task_ids_of(columns)
         self._connection.execute(
             compose("make_stage", table=relation(self._table), stage=sql.Identifier(self._stage))
         )
@@ -568,7 +578,7 @@ class _Target:
         # what EXPLAIN counts as inserted holds what a trigger dropped; an INSERT's own count does not
         tried = counted + len(absent) if self._meter.counts else counted
         self._meter.staged(self._table, conflicts=len(ids) - tried)
-        return _Put(max(tried - len(absent), 0), _size(stream), absent)
+        return _Put(max(tried - len(absent), 0), stream_size(stream), absent)
 
     def _defer(self) -> None:
         """What an earlier look left behind would hold within one statement of an owner's trigger, too, which may
@@ -611,16 +621,6 @@ class _Target:
 
 def _names(columns: Sequence[Column]) -> sql.Composable:
     return sql.SQL(", ").join(sql.Identifier(column.name) for column in columns)
-
-
-def _column_ids(columns: Sequence[Column]) -> TaskIds:
-    assert columns[0].name == "task_id"
-    ids: TaskIds = columns[0].values.to_numpy()
-    return ids
-
-
-def _size(stream: Sequence[memoryview]) -> int:
-    return sum(len(piece) for piece in stream)
 
 
 def _bury(
@@ -686,6 +686,10 @@ def _chosen(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatc
     if rows.size and int(rows[-1]) - int(rows[0]) + 1 == rows.size:
         return batch.slice(int(rows[0]), rows.size)
     return batch.take(pa.array(rows))
+
+
+def _function(batch: pa.RecordBatch) -> str:
+    return str(batch.column("function")[0].as_py())
 
 
 def _ids(batch: pa.RecordBatch) -> TaskIds:

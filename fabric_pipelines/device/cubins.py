@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fabric_pipelines.errors import CorruptionFound, DeviceRefused, DigestMismatch
+from fabric_pipelines.given import value_of
 
 FOLDER = Path(__file__).parent / "cubin"
 MANIFEST_NAME = "manifest.json"
+WHAT = "manifest of cubins"
+REMEDY = "reinstall, or run `make -C cuda install`"
 ELF_MACHINE_CUDA = 190
 PTX_SECTIONS = (".nv_fatbin", ".nvFatBinSegment", ".nv_debug_ptx_txt")
 
@@ -63,10 +66,14 @@ class Cubin:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Cubin:
-        entries = {name: Entry(**entry) for name, entry in fields["entries"].items()}
+    def from_json(cls, fields: Mapping[str, Any], where: str = "a cubin's manifest") -> Cubin:
+        entries = {
+            name: value_of(Entry, entry, where, what=WHAT, remedy=REMEDY)
+            for name, entry in fields["entries"].items()
+        }
         names = ("family", "arch", "sha256", "size", "ptx")
-        return cls(**{name: fields[name] for name in names}, entries=entries)
+        told = {name: fields[name] for name in names} | {"entries": entries}
+        return value_of(cls, told, where, what=WHAT, remedy=REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +98,10 @@ def read_manifest(folder: Path = FOLDER) -> CubinManifest:
     path = folder / MANIFEST_NAME
     try:
         fields = json.loads(path.read_text())
-        cubins = tuple(Cubin.from_json(item) for item in fields["cubins"])
+        cubins = tuple(Cubin.from_json(item, str(path)) for item in fields["cubins"])
         return CubinManifest(fields["compiler"], fields["flags"], fields["sources"], cubins)
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise CorruptionFound(
-            f"{path} cannot be read ({fault}); reinstall, or run `make -C cuda install`"
-        ) from fault
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise CorruptionFound(f"{path} cannot be read ({fault}); {REMEDY}") from fault
 
 
 def kernels_list() -> dict[str, list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ from fabric_pipelines.receipts.source_check import named_moves, rows_of
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
 from fabric_pipelines.shards.difference import Difference, field_differences
-from fabric_pipelines.shards.manifest import FileEntry
+from fabric_pipelines.shards.manifest import FileEntry, file_entries
 from fabric_pipelines.shards.shard import Shard, open_generation
 from fabric_pipelines.shards.store import VectorStore, source_of, store_of
 
@@ -78,8 +78,7 @@ def _plain(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_place(receipt: Receipt) -> dict[tuple[str, int], FileEntry]:
-    entries = [FileEntry(**fields) for fields in receipt.outputs["files"]]
-    return {(entry.role, entry.first_list): entry for entry in entries}
+    return {(entry.role, entry.first_list): entry for entry in file_entries(receipt)}
 
 
 def _row_differences(

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.source import RowSet, SourceRows
 from fabric_pipelines.dataplane.vectors import ReceiptRow
 from fabric_pipelines.errors import FabricError, SchemaError, StorageFailed, UsageError
+from fabric_pipelines.given import value_of
 from fabric_pipelines.receipts.source_check import content_then, moved_rows, place_differences
 from fabric_pipelines.receipts.verification import find
 from fabric_pipelines.records.receipt import Receipt
@@ -44,7 +45,7 @@ from fabric_pipelines.shards.generation import (
     write_generation,
 )
 from fabric_pipelines.shards.increment import change_of, grow
-from fabric_pipelines.shards.manifest import FileEntry, ShardManifest
+from fabric_pipelines.shards.manifest import ISSUE_AGAIN, FileEntry, ShardManifest, file_entries
 from fabric_pipelines.shards.quality import K, sample
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard, open_generation
@@ -124,7 +125,7 @@ def compare(
     receipt: Receipt, original: Shard | None, rebuilt: Shard
 ) -> tuple[Verdict, list[Difference]]:
     """`original` is None when its files cannot be trusted: then only digests are compared."""
-    expected = {_place(entry): entry for entry in _entries(receipt)}
+    expected = {_place(entry): entry for entry in file_entries(receipt)}
     found = {_place(entry): entry for entry in rebuilt.manifest.files}
     differences = list(_file_differences(expected, found))
     if not differences:
@@ -233,7 +234,7 @@ def _spec(receipt: Receipt, overrides: Mapping[str, Any], original: Shard | None
         raise UsageError(f"{unknown} cannot be changed; index parameters are {list(PARAMETERS)}")
     try:
         index = receipt.recipe["index"]
-        fields = {name: index[name] for name in PARAMETERS} | dict(overrides)
+        fields = {name: index[name] for name in PARAMETERS}
         training = index["training"]
     except (KeyError, TypeError) as fault:
         raise SchemaError(f"the receipt's recipe lacks the index parameter {fault}") from fault
@@ -244,7 +245,9 @@ def _spec(receipt: Receipt, overrides: Mapping[str, Any], original: Shard | None
                 "bring its folder back, or build with new centroids"
             )
         fields["centroids"] = original.centroids()
-    return IndexSpec(**fields)
+    where = f"the recipe of receipt {receipt.receipt_id[:12]}"
+    spec = value_of(IndexSpec, fields, where, what="index", remedy=ISSUE_AGAIN, error=SchemaError)
+    return replace(spec, **overrides)
 
 
 def _built(
@@ -305,10 +308,6 @@ Place = tuple[str, int]
 
 def _place(entry: FileEntry) -> Place:
     return entry.role, entry.first_list
-
-
-def _entries(receipt: Receipt) -> list[FileEntry]:
-    return [FileEntry(**fields) for fields in receipt.outputs["files"]]
 
 
 def _file_differences(

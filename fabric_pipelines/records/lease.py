@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from fabric_pipelines.errors import SchemaError
+from fabric_pipelines.given import value_of
 from fabric_pipelines.records.arrow import require_schema
 
 LEASE_SCHEMA = pa.schema(
@@ -55,7 +56,14 @@ class Lease:
         head = (batch.schema.metadata or {}).get(METADATA_KEY)
         if head is None:
             raise SchemaError("lease batch carries no lease header in its schema metadata")
-        return cls(tasks=batch, **json.loads(head))
+        try:
+            told = {**json.loads(head), "tasks": batch}
+        except (ValueError, TypeError) as fault:
+            raise SchemaError(f"lease batch has an unreadable header ({fault}): {SAME}") from fault
+        return value_of(
+            cls, told, "the lease batch", what="lease", remedy=SAME, newer=SAME, error=SchemaError
+        )
 
 
+SAME = "install the same fabric-pipelines on both sides"
 HEAD_FIELDS = ("lease_id", "lane", "engine", "sampling", "aligned_length", "deadline_us")

@@ -149,11 +149,12 @@ def _before(
         if found is None:
             continue
         folder, older = found
-        kept = _read(folder / DECISIONS_FILE)
+        path = folder / DECISIONS_FILE
+        kept = _read(path)
         if kept is None or kept.get("rules_sha256") != table.sha256:
             continue
         anew = set(_cut_anew(older, manifest).tolist())
-        decisions = [Decision.from_json(each) for each in kept.get("decisions", [])]
+        decisions = _decisions(path, kept.get("decisions", []))
         return number, {each.cluster: each for each in decisions if each.cluster not in anew}
     return None, {}
 
@@ -189,6 +190,17 @@ def _rows_when_cut(manifest: ShardManifest) -> npt.NDArray[np.int64]:
     if manifest.increment:
         return np.asarray(manifest.increment.reference_rows, np.int64)
     return np.diff(manifest.offsets())
+
+
+def _decisions(path: Path, told: object) -> list[Decision]:
+    try:
+        if not isinstance(told, list):
+            raise SchemaError("its decisions are no list")
+        return [Decision.from_json(each) for each in told]
+    except SchemaError as fault:
+        raise SchemaError(
+            f"{path} cannot be read ({fault}): remove it, and the verdicts begin afresh"
+        ) from fault
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.errors import CorruptionFound, VersionRefused
+from fabric_pipelines.errors import CorruptionFound, SchemaError, VersionRefused
+from fabric_pipelines.given import value_of
 from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.records.receipt import Receipt
 
 FORMAT = "fabric-shard-2"
 READABLE = ("fabric-shard-1", FORMAT)  # 1 had neither increments nor columns of quarantined rows
 FILE_NAME = "manifest.json"
 VECTOR_DTYPE = "<f4"
 
+ISSUE_AGAIN = "issue the receipt again with the program that made the generation"
 BLOCK_ROLES = ("vectors", "ids", "columns")  # one file each per group of lists
 LAYER_ROLES = ("layer_vectors", "layer_ids", "layer_columns")  # one file each per increment
 
@@ -132,6 +135,20 @@ class ShardManifest:
             return cls(**given, files=files, increment=increment and Increment(**increment))
         except (KeyError, TypeError) as fault:
             raise CorruptionFound(f"{where} is not a shard manifest: {fault}") from fault
+
+
+def file_entries(receipt: Receipt) -> list[FileEntry]:
+    """The files that a receipt names. SchemaError or VersionRefused for one of another program."""
+    where = f"receipt {receipt.receipt_id[:12]}"
+    files = receipt.outputs.get("files")
+    if not isinstance(files, list):
+        raise SchemaError(f"{where} names no files: {ISSUE_AGAIN}")
+    return [
+        value_of(
+            FileEntry, each, where, what="receipt of files", remedy=ISSUE_AGAIN, error=SchemaError
+        )
+        for each in files
+    ]
 
 
 def folder_name(generation: int, token: int) -> str:

@@ -20,7 +20,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fabric_pipelines.dataplane.database import Database
@@ -30,8 +30,8 @@ from fabric_pipelines.errors import (
     FencingLost,
     Refused,
     StorageFailed,
-    VersionRefused,
 )
+from fabric_pipelines.given import value_of
 from fabric_pipelines.shards.blocks import file_sha256
 from fabric_pipelines.shards.building import Beat, holding
 from fabric_pipelines.shards.disk import DISK, Disk, reading
@@ -447,27 +447,12 @@ def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:
     read = objects.read(key)
     if read is None:
         return None
-    try:
-        told = json.loads(read[0])
-        known = {item.name for item in fields(Pointer)}
-        needed = {item.name for item in fields(Pointer) if item.default is MISSING}
-        # fields of a newer program, left out, would be lost at the next push
-        if isinstance(told, dict) and needed <= set(told) and set(told) - known:
-            raise VersionRefused(
-                f"s3://{objects.root}/{key} was written by a newer program (it also says "
-                f"{', '.join(sorted(set(told) - known))}): upgrade this one"
-            )
-        found = Pointer(**told)
-        numbers = (found.generation, found.token, found.prunes)
-        texts = (found.manifest_sha256, *found.owner)
-        if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
-            raise TypeError("its fields are of other types")
-    except (ValueError, TypeError) as fault:
-        raise CorruptionFound(
-            f"s3://{objects.root}/{key} is no pointer: {fault}; remove the object, and `fabric receipt push {name} --to "
-            f"{_url(objects)}` writes it anew"
-        ) from fault
-    return found, read[1]
+    remedy = (
+        f"remove the object, and `fabric receipt push {name} --to {_url(objects)}` writes it anew"
+    )
+    where = f"s3://{objects.root}/{key}"
+    # fields of a newer program, left out, would be lost at the next push
+    return value_of(Pointer, read[0], where, what="pointer", remedy=remedy), read[1]
 
 
 def _require_newer(objects: Objects, name: str, pointer: Pointer, before: Pointer | None) -> None:

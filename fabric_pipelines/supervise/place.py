@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fabric_pipelines.errors import StorageFailed
+from fabric_pipelines.errors import CorruptionFound, StorageFailed, VersionRefused
 from fabric_pipelines.folders import make_folders
+from fabric_pipelines.given import value_of
 from fabric_pipelines.settings import SUPERVISOR_LOCK, Settings, make_runtime_folder
 
 MARK_NAME = "FABRIC_SUPERVISED"
@@ -137,13 +138,30 @@ class Place:
     def read_state(self) -> SupervisorState:
         running = self.locked()
         try:
-            content = json.loads(self.state_path.read_text())
+            return _state_of(self.state_path, running)
         except FileNotFoundError:
             return SupervisorState(running, None, "", ())
-        processes = tuple(ProcessState(**item) for item in content["processes"])
-        return SupervisorState(
-            running, content["pid"], content["ui_url"], processes, content.get("started_by", "")
-        )
+        except (CorruptionFound, VersionRefused) as fault:
+            if not running:  # what an ended one left; the next writes it anew
+                return SupervisorState(running, None, "", ())
+            raise type(fault)(
+                f"{fault} (the supervisor is the process that holds {self.lock_path}: `fuser` names it)"
+            ) from fault
 
     def forget_state(self) -> None:
         self.state_path.unlink(missing_ok=True)
+
+
+def _state_of(path: Path, running: bool) -> SupervisorState:
+    remedy = "end the supervisor, then run `fabric up`"
+    what = "state of a supervisor"
+    try:
+        content = json.loads(path.read_bytes())
+        processes = tuple(
+            value_of(ProcessState, item, str(path), what=what, remedy=remedy)
+            for item in content["processes"]
+        )
+    except (ValueError, KeyError, TypeError) as fault:
+        raise CorruptionFound(f"{path} is no {what} ({fault!r}): {remedy}") from fault
+    told = {**content, "running": running, "processes": processes}
+    return value_of(SupervisorState, told, str(path), what=what, remedy=remedy)

@@ -6,7 +6,7 @@ Speaks what `completion.receive.Source` asks for; the real broker is tested with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class ScriptedComputed:
     lose_retires: int = 0
     sessions: int = 0
     pulled: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
     retired: dict[int, Confirmation] = field(default_factory=dict)
     buried: dict[int, Confirmation] = field(default_factory=dict)
     duplicates: int = 0
@@ -49,6 +50,7 @@ class ScriptedComputed:
         self._answer()
         self.sessions += 1
         self.pulled.clear()
+        self.passed.clear()
         return self
 
     @property
@@ -78,15 +80,22 @@ class ScriptedComputed:
     def _settled(self) -> Ids:
         return np.array(sorted(self.retired.keys() | self.buried.keys()), np.int64)
 
-    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch | None:
+    def pull_computed(
+        self, *, rows: int, wait_s: float = 0, skip: Sequence[str] = ()
+    ) -> pa.RecordBatch | None:
         self._answer()
-        for batch in self.batches:
-            waiting = self.open_ids - self.pulled
-            ids = batch.column("task_id").to_pylist()
-            at = [row for row, task in enumerate(ids) if task in waiting][:rows]
-            if at:
-                self.pulled.update(ids[row] for row in at)
-                return batch.take(pa.array(at))
+        waiting = self.open_ids - self.pulled
+        for wanted in (waiting & self.passed, waiting):
+            for batch in self.batches:
+                ids = batch.column("task_id").to_pylist()
+                names = batch.column("function").to_pylist()
+                self.passed |= {task for task, name in zip(ids, names, strict=True) if name in skip}
+                at = [
+                    row for row, task in enumerate(ids) if task in wanted and names[row] not in skip
+                ]
+                if at:
+                    self.pulled.update(ids[row] for row in at[:rows])
+                    return batch.take(pa.array(at[:rows]))
         return None
 
     def retire(self, task_ids: Any, confirmation: Confirmation) -> int:
@@ -95,9 +104,12 @@ class ScriptedComputed:
     def dead(self, task_ids: Any, confirmation: Confirmation, *, requeues: Any = None) -> int:
         return self._settle(self.buried, task_ids, confirmation)
 
-    def release_pulled(self) -> None:
+    def release_pulled(self, task_ids: Any = None) -> None:
         self._answer()
-        self.pulled.clear()
+        back = self.pulled if task_ids is None else set(_integers(task_ids))
+        assert back <= self.pulled, "what was not pulled is not given back"
+        self.pulled = self.pulled - back
+        self.passed = self.passed | back if task_ids is not None else set()
 
     def close(self) -> None:
         self.pulled.clear()

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import EngineFailed, UsageError
+from fabric_pipelines.given import value_of
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.device_lock import device_kind
@@ -269,11 +270,16 @@ def kept_profile(engine: Engine, cache: Path, device: str) -> Profile | None:
     path = _place(cache, engine.name, device)
     if not path.exists():
         return None
+    again = f"run `fabric engine probe {engine.name}` again"
     try:
         found = json.loads(path.read_bytes())
         same = (found["fingerprint"], found["hardware"]) == (engine.fingerprint, hardware(device))
-        return Profile(**found["profile"]) if same else None
+        profile = found["profile"]
     except (ValueError, KeyError, TypeError) as fault:
-        raise UsageError(
-            f"the profile kept in {path} is damaged ({fault}): run `fabric engine probe {engine.name}` again"
-        ) from fault
+        raise UsageError(f"the profile kept in {path} is damaged ({fault}): {again}") from fault
+    if not same:
+        return None
+    newer = f"upgrade this one, or {again}"
+    return value_of(
+        Profile, profile, str(path), what="profile", remedy=again, newer=newer, error=UsageError
+    )

@@ -20,6 +20,7 @@ from fabric_pipelines.device import gpu as device
 from fabric_pipelines.device.card import Card
 from fabric_pipelines.errors import DeviceRefused, UsageError
 from fabric_pipelines.testing.host_gpu import HostGpu
+from tests.bench import search_systems
 from tests.gpu.grid import both
 from tests.unit.analytics import test_index as door
 
@@ -184,3 +185,16 @@ def test_what_has_no_kernels_or_was_not_asked_for_by_name_is_refused() -> None:
     with pytest.raises(DeviceRefused, match="no kernels of its own"):
         VectorIndex(3, kind=Faiss(), metric="l2", backend="cuda", unproven=True)
     assert index.search(np.ones((1, 3)), 1).found.tolist() == [0]
+
+
+def test_the_benchmark_finds_the_same_on_a_card(opening: Card) -> None:
+    xb, xq = door.clustered(300, 12), door.clustered(9, 12, seed=4)
+    skip = ["lattice, 2 bits"]
+    systems = {one.name: one for one in search_systems.ours(xb, skip)}
+    for name in ("exact", "inverted", "lattice, 4 bits"):
+        here, there = systems[name], systems[f"{name}, on a card"]
+        assert isinstance(here, search_systems.System)
+        assert isinstance(there, search_systems.System)
+        assert there.where == opening.name
+        effort = here.efforts[-3] if here.efforts else None
+        assert np.array_equal(here.ask(xq, effort), there.ask(xq, effort))

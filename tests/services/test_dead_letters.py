@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fabric_pipelines.cli import app
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.writer import Landed, Writer
@@ -39,6 +41,14 @@ def fabric(on: Stage, *arguments: str, code: int = 0) -> dict[str, Any]:
     assert done.returncode == code, done.stderr
     [line] = done.stdout.splitlines()
     answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def here(on: Stage, *arguments: str) -> dict[str, Any]:
+    """The same within this process, which costs no start."""
+    done = CliRunner().invoke(app, [*arguments, "--json"], env=on.settings.as_environment())
+    assert done.exit_code == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
@@ -78,7 +88,12 @@ def test_requeued_by_reason_a_task_lands_and_its_letter_is_gone(
     settled(on, 3, 0)
     assert fabric(on, "results", submission)["rows"] == 3
     assert results.counts(database)["dead_letters"] == 0
-    assert fabric(on, "broker", "dead", "list") == {"dead": 0, "reasons": [], "letters": []}
+    assert fabric(on, "broker", "dead", "list") == {
+        "dead": 0,
+        "reasons": [],
+        "letters": [],
+        "refusals": [],
+    }
     assert fabric(on, *reason)["requeued"] == 0
     assert fabric(on, "broker", "verify")["ok"]
 
@@ -118,6 +133,40 @@ def test_a_result_that_the_database_refuses_is_a_dead_letter_and_completion_goes
     assert completion.poll() is None
     [letter] = fabric(on, "broker", "dead", "list")["letters"]
     assert letter["error_code"] == "23514"
+
+
+def test_one_command_ends_the_waiting_for_a_table_that_says_the_same_to_every_row(
+    on: Stage, database: Database
+) -> None:
+    with database.session() as connection:
+        connection.execute(
+            "create function closed() returns trigger language plpgsql as "
+            "$$ begin raise exception 'this year is closed'; end $$"
+        )
+        connection.execute(
+            "create trigger t before insert on fabric.generate for each row execute function closed()"
+        )
+    completion = on.spawn("fabric_pipelines.completion")
+    on.start_worker()
+    on.submit([[1, 2, at] for at in range(9)])
+
+    def waits() -> bool:
+        shown = here(on, "status")
+        said = " ".join(wait["for"] for wait in shown["waits"])
+        return "`fabric broker dead accept generate`" in said and shown["completion"][
+            "waiting"
+        ] == {"generate": said.partition("function generate: ")[2]}
+
+    eventually(waits, within_s=30, what="status tells the command")
+    accepted = here(on, "broker", "dead", "accept", "generate")
+    assert (accepted["sqlstate"], accepted["message"]) == ("P0001", "this year is closed")
+    settled(on, 0, 9)
+    assert completion.poll() is None
+    assert on.total()["balance_tasks"] == on.total()["balance_fingerprint"] == 0
+    listed = here(on, "broker", "dead", "list")
+    assert listed["reasons"] == [{"reason": "P0001", "letters": 9}]
+    assert [each["accepted_at"] is None for each in listed["refusals"]] == [False]
+    assert here(on, "broker", "dead", "accept", "generate", "--withdraw")["withdrawn"] == 1
 
 
 def test_requeue_wants_to_know_which(on: Stage) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from fabric_pipelines.completion.receive import Receiver
-from fabric_pipelines.dataplane import results, writer
+from fabric_pipelines.completion.waiting import PAUSE_MOST_S
+from fabric_pipelines.dataplane import refusals, results, writer
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.table_trouble import TableRefuses
 from fabric_pipelines.dataplane.writer import Writer
+from fabric_pipelines.errors import UsageError
 from fabric_pipelines.testing.scripted_computed import ScriptedComputed
 from tests.support import ON_EVERY_SERVER
 from tests.support_completions import pulled_batch
@@ -94,7 +96,7 @@ def test_completion_says_what_it_waits_for_and_goes_on(database: Database, landi
     statements, _, heals = TROUBLES["statement before"]
     run(database, *statements)
     broker = ScriptedComputed([pulled_batch(ROWS, function="embed")])
-    said: list[str] = []
+    said, now_s = list[str](), [0.0]
     loop = Receiver(
         broker.open,
         landing,
@@ -102,15 +104,16 @@ def test_completion_says_what_it_waits_for_and_goes_on(database: Database, landi
             journal, number, retired=retired
         ),
         say=said.append,
+        clock_s=lambda: now_s[0],
     )
-    pauses = [loop.step(wait_s=0) for _ in range(3)]
-    assert pauses == sorted(pauses)
-    assert pauses[0] > 0
+    now_s[0] += 1
+    assert [loop.step(wait_s=0) for _ in range(3)] == [0, 0, 0], "only this function waits"
     assert "refuses every row alike (P0001: maintenance until 18:00)" in loop.waits_for
     assert (broker.retired, broker.buried, len(said)) == ({}, {}, 1)
     run(database, heals)
+    now_s[0] += PAUSE_MOST_S
     loop.step(wait_s=0)
-    assert (loop.waits_for, said[1:]) == ("", ["completion goes on"])
+    assert (loop.waits_for, said[1:]) == ("", ["function embed goes on"])
     loop.close()
     assert (len(broker.retired), len(broker.buried)) == (ROWS, 0)
 
@@ -235,3 +238,48 @@ def test_rows_without_a_partition_wait_for_one_and_a_check_of_it_still_buries(
     run(database, part.format(2, ids[2], "maxvalue"))
     landed = landing.land(batch)
     assert (landed.rows, letters(database)) == (ROWS - 1, [(7, "23514")])
+
+
+def test_what_an_operator_accepts_becomes_dead_letters_in_those_words_alone(
+    database: Database, landing: Writer
+) -> None:
+    run(database, *TROUBLES["row before"][0])
+    batch = pulled_batch(60, function="embed")
+    with pytest.raises(UsageError, match="no table refused the rows of function 'embed' alike"):
+        refusals.accept(database, "embed")
+    for _ in range(2):
+        with pytest.raises(
+            TableRefuses, match="`fabric broker dead accept embed` makes dead letters"
+        ):
+            landing.land(batch)
+    (said,) = refusals.listed(database)
+    assert (said.function, said.sqlstate, said.message) == (
+        "embed",
+        "P0001",
+        "maintenance until 18:00",
+    )
+    assert (said.accepted_at, said.since < said.last_said) == (None, True)
+    assert refusals.accept(database, "embed").accepted_at is not None
+    landed = landing.land(batch)
+    assert (landed.rows, landed.dead_task_ids.size) == (0, 60)
+    assert results.dead_letter_reasons(database) == {"P0001": 60}
+    run(database, FREEZES.replace("18:00", "20:00"))
+    other = pulled_batch(ROWS, function="embed", first=1000)
+    with pytest.raises(TableRefuses, match="20:00"):
+        landing.land(other)
+    assert [each.message[-5:] for each in refusals.listed(database)] == ["20:00", "18:00"]
+    run(database, FREEZES)
+    assert refusals.withdraw(database, "embed") == 1
+    with pytest.raises(TableRefuses, match="18:00"):
+        landing.land(other)
+    assert [each.message[-5:] for each in refusals.listed(database)] == ["18:00"]
+
+
+def test_what_no_row_is_to_blame_for_is_nothing_to_accept(
+    database: Database, landing: Writer
+) -> None:
+    run(database, *TROUBLES["sequence"][0])
+    with pytest.raises(TableRefuses) as caught:
+        landing.land(pulled_batch(ROWS, function="embed"))
+    assert "accept" not in str(caught.value)
+    assert refusals.listed(database) == []

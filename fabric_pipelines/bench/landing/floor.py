@@ -8,7 +8,7 @@ not depend on who else uses the machine, so it is what a test may hold. Every ro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -40,7 +40,9 @@ class Handful(EndlessSource):
             for at in range(0, ROWS, ROWS_PER_LANDING)
         ]
 
-    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch:
+    def pull_computed(
+        self, *, rows: int, wait_s: float = 0, skip: Sequence[str] = ()
+    ) -> pa.RecordBatch:
         return self._rows.pop(0) if self._rows else batch("generate", 0, 0)
 
 

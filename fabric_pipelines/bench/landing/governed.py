@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +71,9 @@ class EndlessSource:
         self._ids = self._batch.column("task_id").to_numpy()
         self.next = first
 
-    def pull_computed(self, *, rows: int, wait_s: float = 0) -> pa.RecordBatch:
+    def pull_computed(
+        self, *, rows: int, wait_s: float = 0, skip: Sequence[str] = ()
+    ) -> pa.RecordBatch:
         ids = pa.array(self._ids + self.next)
         self.next += ROWS_PER_LANDING
         at = self._batch.schema.get_field_index("task_id")
@@ -95,7 +97,7 @@ class EndlessSource:
     def dead(self, task_ids: Any, confirmation: Confirmation, *, requeues: Any = None) -> int:
         return len(task_ids)
 
-    def release_pulled(self) -> None:
+    def release_pulled(self, task_ids: Any = None) -> None:
         """Nobody else wants them."""
 
     def close(self) -> None:

@@ -66,8 +66,8 @@ CALLS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "settled": ("completion", {"begin": 0}, b""),
     "settled_sums": ("completion", {"begin": 0}, b""),
     "drain": ("admin", {"undo": True}, b""),
-    "pull": ("completion", {"rows": 5, "wait_s": 0}, b""),
-    "release": ("completion", {}, b""),
+    "pull": ("completion", {"rows": 5, "wait_s": 0, "skip": ["embed"]}, b""),
+    "release": ("completion", {}, IDS),
     "settle": ("completion", {"dead": False, "kind": LANDED.kind, "proof": LANDED.proof}, IDS),
 }
 STRANGE = st.one_of(
