@@ -251,6 +251,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines import answers, supervise, waits
     from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
+    from fabric_pipelines.telemetry import account_in_words
     from fabric_pipelines.worker import account as workers
 
     settings = _settings(ctx)
@@ -274,8 +275,8 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
     if completion is not None:
-        ui["bulk writes"] = account.summary(completion)
-    ui |= {f"{row['engine']} on {row['device']}": workers.summary(row) for row in running}
+        ui["bulk writes"] = account_in_words(completion, account.summary)
+    ui |= {workers.name(row): account_in_words(row, workers.summary) for row in running}
     shown = ui | answers.work_of(broker) | shown_waits | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
