@@ -160,7 +160,11 @@ def _waits(connection: Connection, application: str) -> str:
 def login(connection: Connection, application: str) -> Iterator[tuple[str, dict[str, str]]]:
     """(conninfo, environment) by which a program of Postgres comes to the very server, database and role that
     `connection` has come to. No secret is in the conninfo, and no PG* of the shell is in the environment."""
-    told = {name: value for name, value in connection.info.get_parameters().items() if value != ""}
+    told = {
+        name: value
+        for name, value in connection.info.get_parameters().items()
+        if value not in ("", FILLED_IN.get(name))
+    }
     secrets = {name: told.pop(name) for name in SECRETS & set(told)}
     shown = {name: value for name, value in told.items() if name not in OURS}
     environment = {**without_pg(os.environ), "LC_ALL": "C"}
