@@ -8,14 +8,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psycopg
+import pyarrow as pa
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from typer.testing import CliRunner
 
 from fabric_pipelines.cli import app
-from fabric_pipelines.dataplane import dump
+from fabric_pipelines.dataplane import dump, encode
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import DatabaseUnavailable, UsageError
+from tests.support_completions import pulled_batch
 
 
 def test_a_dump_goes_where_a_service_file_and_the_shell_lead_the_fabric(
@@ -141,3 +144,28 @@ def test_the_url_of_a_database_with_an_odd_name_leads_there(database: Database) 
     finally:
         with psycopg.connect(database.url, autocommit=True) as admin:
             admin.execute('drop database "p%""q ünï" with (force)')
+
+
+def test_a_row_in_a_dump_is_less_than_twice_what_lands_so_that_any_row_that_lands_is_dumped(
+    database: Database,
+) -> None:
+    """Two values of 600 MB landed, and pg_dump ended with `invalid memory alloc request size` ever after."""
+    size = 1 << 20
+    outputs = pa.array([[1 << 31] * (size // 4)] * 2, pa.list_(pa.uint32()))
+    given = pulled_batch(2, function="generate")
+    given = given.set_column(
+        given.schema.get_field_index("output"), given.schema.field("output"), outputs
+    )
+    texts = ["\\\t\n" * (size // 3), "ü" * (size // 2)]
+    writer = Writer(database, decode=lambda engine, outputs: pa.array(texts))
+    landed = writer.land(given)
+    writer.close()
+    with database.session() as connection, connection.cursor() as cursor:
+        lines = []
+        with cursor.copy("copy fabric.generate to stdout") as copy:
+            lines = [len(bytes(line)) for line in copy]
+    assert len(landed.task_ids) == len(lines) == 2
+    streamed = 2 * size
+    assert max(lines) > 1.9 * streamed
+    assert max(lines) < 2 * streamed + (1 << 12)
+    assert 2 * encode.STREAM_BYTES_MAX + (1 << 20) < 1 << 30
