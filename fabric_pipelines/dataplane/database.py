@@ -111,8 +111,8 @@ class Database:
             name = connection.info.dbname
             connection.close()
             raise SettingsError(
-                f"database {name!r} at {redact(self.url)} keeps its text in {encoding}, which cannot hold every "
-                f"character: make one that can (`{REMEDY_ENCODING}`) and name it in FABRIC_PG_URL"
+                f"database {name!r} at {redact(self.url)} keeps its text in {encoding}, and only UTF8 keeps all "
+                f"text as it was written: make such a one (`{REMEDY_ENCODING}`) and name it in FABRIC_PG_URL"
             )
 
     @contextmanager

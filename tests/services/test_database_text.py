@@ -101,6 +101,8 @@ def test_init_on_a_server_whose_template_is_of_another_encoding_makes_one_of_utf
 ) -> None:
     blocks = {**schema.query.__globals__["_blocks"](), "template_encoding": "select 'LATIN1'"}
     monkeypatch.setattr(schema, "query", lambda name: blocks[name].encode())
+    said = schema._create(admin, "x").as_string(admin)
+    assert said.startswith("create database \"x\" encoding 'UTF8' template template0 ")
     database = Database(postgres.url.replace("/fabric?", f"/{quote('ünï made')}?"))
     try:
         assert schema.prepare(database).created_database
