@@ -116,6 +116,15 @@ def test_only_index_parameters_can_be_overridden(store, tmp_path, receipt):
         receipts.rebuild(store, tmp_path, receipt.receipt_id, overrides={"colour": 1})
 
 
+@pytest.mark.parametrize("name", ["seed", "lists", "iterations", "lists_per_block"])
+@pytest.mark.parametrize("value", [1 << 70, -99999999999999999999])
+def test_a_parameter_that_no_column_holds_is_refused_in_words(
+    store, tmp_path, receipt, name, value
+):
+    with pytest.raises(UsageError, match=name):
+        receipts.rebuild(store, tmp_path, receipt.receipt_id, overrides={name: value})
+
+
 def test_a_receipt_that_was_changed_is_not_rebuilt(store, tmp_path, receipt):
     row = store.receipts[receipt.receipt_id]
     statement = dict(row.statement)
