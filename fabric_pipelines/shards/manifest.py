@@ -167,8 +167,8 @@ class ShardManifest:
         if increment is not None:
             given["increment"] = part(Increment, increment)
         manifest: ShardManifest = part(cls, given)
-        for fault in _contradictions(manifest):
-            raise CorruptionFound(f"{where} is no shard manifest: {fault}; {remedy}")
+        for wrong in _contradictions(manifest):
+            raise CorruptionFound(f"{where} is no shard manifest: {wrong}; {remedy}")
         return manifest
 
 
