@@ -60,8 +60,10 @@ NOT_S3 = "what answers there is no S3 store: check AWS_ENDPOINT_URL, and proxies
 
 def root_of(url: str) -> str:
     """bucket/prefix of an s3:// URL. UsageError where it names no bucket that S3 could have."""
+    if not url.startswith(S3):
+        raise UsageError(f"{url!r} is no s3:// URL: write s3://bucket/prefix")
     bucket, slash, prefix = url.removeprefix(S3).rstrip("/").partition("/")
-    if not url.startswith(S3) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
         raise UsageError(
             f"{url!r} names no bucket: write s3://bucket/prefix, as in s3://results/lake"
         )

@@ -21,14 +21,15 @@ from fabric_pipelines.dataplane.sinks import TOO_LARGE, Landing, Sink, foresee, 
 def spill(batch: pa.RecordBatch, lake: Lake, database: Database) -> pa.RecordBatch:
     """`batch` of one function, on a database with halfvec: each good row's vector above HALFVEC_DIM_MAX elements replaced
     by artifact_uri and artifact_sha256."""
+    counts = pc.list_value_length(batch.column("vector")).fill_null(0)
+    large = pc.and_(pc.greater(counts, HALFVEC_DIM_MAX), pc.equal(batch.column("status"), "ok"))
+    if not pc.any(large).as_py():
+        return batch
     function = batch.column("function")[0].as_py()
     sink = sink_of(function)
     if any((column.name, column.kind) == ("vector", "bytea") for column in sink.columns):
         return batch
-    counts = pc.list_value_length(batch.column("vector")).fill_null(0)
-    large = pc.and_(pc.greater(counts, HALFVEC_DIM_MAX), pc.equal(batch.column("status"), "ok"))
-    if pc.any(large).as_py():
-        large = pc.and_(large, _would_land(batch, sink))
+    large = pc.and_(large, _would_land(batch, sink))
     if not pc.any(large).as_py():
         return batch
     rows = pa.table([batch.column(name) for name in ("task_id", "vector")], ["task_id", "vector"])

@@ -68,8 +68,6 @@ class Pointer:
         numbers = (self.generation, self.token, self.prunes)
         if not all(0 <= number <= COUNT_MAX for number in numbers):
             raise CorruptionFound("its numbers are none of a generation")
-        if not re.fullmatch(r"([0-9a-f]{64})?", self.manifest_sha256):
-            raise CorruptionFound("its manifest_sha256 is no digest of 64 hex digits")
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -82,3 +82,8 @@ def test_the_generic_table_keeps_large_vectors_in_its_own_column(spilled):
     batch = batch_of(np.zeros(LARGE), function="of your own")
     assert spilled(batch) == (batch, [])
     assert foresee(batch, sink_of("of your own"), HALFVEC) == {}
+
+
+def test_a_landing_of_no_rows_passes_through(spilled):
+    batch = batch_of(np.zeros(4)).slice(0, 0)
+    assert spilled(batch) == (batch, [])

@@ -125,7 +125,7 @@ def test_of_a_manifest_that_lies_nothing_is_written_and_the_object_is_named(buck
 
 @pytest.mark.parametrize(
     "change",
-    [{"generation": 10**30}, {"token": -1}, {"manifest_sha256": "../x"}, {"generation": "2"}],
+    [{"generation": 10**30}, {"token": -1}, {"prunes": -1}, {"generation": "2"}],
 )
 def test_of_a_pointer_that_lies_nothing_is_written(bucket, tmp_path, change):
     told = json.loads(bucket.objects["notes/CURRENT"])
