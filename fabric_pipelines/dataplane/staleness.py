@@ -107,8 +107,8 @@ _LOOK = "`fabric receipt audit {shard}` compares the rows"
 _SETTLE = "; `fabric receipt refresh {shard}` settles it"
 WHY_AUDIT = {
     "row security": "row level security of {relation} applies to this role and may hide rows, so nothing that it reads is "
-    "compared: let a role ask to which none applies (`alter role ... bypassrls`), or build from a view of the rows that are "
-    "meant",
+    "compared: let a role ask to which none applies (`alter role ... bypassrls`), with which "
+    + _LOOK,
     "unwatched": "nothing watches {relation} (a view, a table of another owner, or unwatched on purpose), so no change of "
     "it is seen: " + _LOOK + ", at times of your own",
     "unlogged": "{relation}, or a part of it, is UNLOGGED (a crash empties it) or a foreign table (written elsewhere), and nothing "
