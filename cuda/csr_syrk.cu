@@ -15,7 +15,7 @@
 // Floor     n dim m flop a matrix (upper half): 0.17 s at 10M rows of 768 and 34 TFLOP/s of f64, 0.09 s on matrix units (67).
 //
 // Numbers   f64 throughout. In f32 an eigenvalue below 1e-7 of the largest is noise, and the coding rate multiplies it by 4 dim;
-//           the eigenvalues that follow take ten times as long, so f32 or three TF32 products would gain nothing that shows.
+//           the eigenvalues that follow have 16 times the floor, so f32 or three TF32 products would gain nothing that shows.
 // Mapping   a team owns SIDE x SIDE sums in registers (8 x 8 a thread at 128) and takes 8 of what is summed over at a time through
 //           shared memory; the next 8 are on their way meanwhile. A warp is a team for m up to 96 (SIDE 32), a block above.
 //           `step` depends on n and m alone, so neither grid nor card changes a bit; a cluster of 10^7 rows is many chunks,

@@ -14,14 +14,14 @@
 //           TB/s. The slow one of the families.
 //
 // Method    Householder to tridiagonal by panels of 16 columns (LAPACK's dsytrd): inside a panel the square is only read, and
-//           what it lacks is added to each product from the panel's vectors; then it is brought up to date at once. Twice
-//           the speed of an update a column. Eigenvalues by bisection on Sturm counts, one a thread: 53 halvings at most leave
+//           what it lacks is added to each product from the panel's vectors; then it is brought up to date at once: half
+//           the bytes of an update a column. Eigenvalues by bisection on Sturm counts, one a thread: 53 halvings at most leave
 //           2^-52 of the greatest, so it ends whatever the numbers are, and each is where the count says. The axis by inverse
 //           iteration on the tridiagonal matrix and the reflectors again, which stay in the rows that they emptied.
-// Not taken Jacobi in shared memory up to m = 96: 12 times the flops and four times the barriers of this at 96, and no axis
-//           without as much memory again. A library's batched solver: its bits are not ours to promise, and it makes no axis alone.
-// Mapping   a team a matrix, all in global memory: 8 KiB to 74 KiB of a small one stay in the first cache. Fewer matrices than
-//           multiprocessors leave some idle. Sums in a fixed tree: the bits depend on neither grid nor run. No atomics.
+// Not taken Jacobi in shared memory up to m = 96: by count 12 times the flops and four times the barriers of this at 96, and no
+//           axis without as much memory again. A library's batched solver: its bits are not ours to promise, and it makes no axis alone.
+// Mapping   a team a matrix, all in global memory: 32 KiB of 64 x 64, where a warp is the team, and 128 KiB of 128 x 128 fit the
+//           first cache of some cards. Fewer matrices than multiprocessors leave some idle: a handful of large ones are slow. Sums in a fixed tree: the bits depend on neither grid nor run. No atomics.
 #include <cstdint>
 
 #include "lanes.cuh"

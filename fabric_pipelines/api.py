@@ -16,9 +16,8 @@ cannot be right is told by name, row and value (arguments.py) before anything is
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fabric_pipelines import arguments
+from fabric_pipelines import arguments, named_file
 from fabric_pipelines import settings as settings_module
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.broker.credits import FRAME_BYTES_MAX
@@ -397,28 +396,25 @@ def _column(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> list[An
     return [row[name] for row in rows]
 
 
-def write_table(table: pa.Table, path: str | Path) -> int:
-    """Write results in the format of the file's suffix, whole or not at all; returns its bytes."""
-    path = require_target(path)
+def write_table(table: pa.Table, path: str | Path, *, replace: bool = False) -> int:
+    """Write results in the format of the file's suffix, whole or not at all; returns its bytes. UsageError when the file is
+    there and is not to be replaced."""
+    path = require_target(path, replace=replace)
     if not isinstance(table, pa.Table):
         raise arguments.wrong("table", table, "a pyarrow.Table")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        WRITERS[path.suffix](table, beside)
-        beside.replace(path)
+        with named_file.beside(path, replace=replace) as beside:
+            WRITERS[path.suffix](table, beside)
     except OSError as fault:
         raise StorageFailed(f"{path} cannot be written: {fault.strerror or fault}") from fault
     except (pa.ArrowException, TypeError, ValueError) as fault:
         raise UsageError(
             f"{path} cannot hold this table ({str(fault).splitlines()[0][:160]}): write it as .arrow"
         ) from fault
-    finally:
-        with suppress(OSError):  # a name that no file can have has none to remove either
-            beside.unlink(missing_ok=True)
     return path.stat().st_size
 
 
-def require_target(path: str | Path) -> Path:
+def require_target(path: str | Path, *, replace: bool = False) -> Path:
     """Where `write_table` writes; UsageError when it could not. Ask before a long read."""
     path = arguments.path("path", path)
     if path.suffix not in WRITERS:
@@ -427,6 +423,7 @@ def require_target(path: str | Path) -> Path:
         )
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: make the folder {path.parent} first")
+    named_file.require_free(path, replace=replace)
     return path
 
 

@@ -258,6 +258,7 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     from fabric_pipelines import answers, supervise, waits
     from fabric_pipelines.completion import account
     from fabric_pipelines.ledger import Ledger
+    from fabric_pipelines.telemetry import account_in_words
     from fabric_pipelines.worker import account as workers
 
     settings = _settings(ctx)
@@ -281,8 +282,8 @@ def status(ctx: typer.Context, as_json: Json = False) -> None:
     broker |= broker.pop("total")
     ui = {"ui": state["ui_url"] or "not running"}
     if completion is not None:
-        ui["bulk writes"] = account.summary(completion)
-    ui |= {f"{row['engine']} on {row['device']}": workers.summary(row) for row in running}
+        ui["bulk writes"] = account_in_words(completion, account.summary)
+    ui |= {workers.name(row): account_in_words(row, workers.summary) for row in running}
     shown = ui | answers.work_of(broker) | shown_waits | {"processes": state["processes"]}
     _emit({**broker, **processes}, as_json, shown=shown)
 
@@ -346,17 +347,20 @@ def results(
     ctx: typer.Context,
     what: Annotated[str, typer.Argument(metavar="FUNCTION", help="A function or submission id.")],
     out: Annotated[Path | None, typer.Option(help=".parquet, .arrow, .csv or .jsonl")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of a file that is there.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Hand over results as a file; without --out, their count and columns."""
     from fabric_pipelines.api import Fabric, require_target, write_table
 
     if out is not None:
-        require_target(out)
+        require_target(out, replace=replace)
     table = Fabric(_settings(ctx)).results(what)
     answer: dict[str, Any] = {"rows": table.num_rows, "columns": table.column_names}
     if out is not None:
-        answer |= {"path": out, "bytes": write_table(table, out)}
+        answer |= {"path": out, "bytes": write_table(table, out, replace=replace)}
     _emit(answer, as_json)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -133,13 +133,26 @@ def bench_health(
     dim: Annotated[int, typer.Option(min=1, max=16_384, help="Dimension of a row.")] = 384,
     clusters: Annotated[int, typer.Option(min=2, help="Clusters of log-normal size.")] = 1000,
     peer: Annotated[bool, typer.Option(help="Silhouette beside scikit-learn's, a minute.")] = True,
+    backend: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where the passes of the store run.")
+    ] = "cpu",
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Also by kernels that no card has run yet.")
+    ] = False,
+    workspace_gib: Annotated[
+        int,
+        typer.Option(min=1, help="What a pass may hold beyond the rows; more, and it is left out."),
+    ] = 9,
     as_json: Json = False,
 ) -> None:
     """All health metrics of a store with time and memory a pass, and silhouette beside scikit-learn."""
-    from fabric_pipelines.bench.health import measure, table
+    from fabric_pipelines.bench.health import Where, measure, table
 
     CTRL_C.begin()
-    report = measure(rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True))
+    where = Where(backend, unproven, workspace_gib << 30)
+    report = measure(
+        rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True), where=where
+    )
     _print(report, table(report), as_json)
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fabric_pipelines.console import emit, require, settings_of
+from fabric_pipelines import named_file
+from fabric_pipelines.console import WAIT_S_MAX, emit, require, settings_of
 from fabric_pipelines.screen import plain
 
 app = typer.Typer(no_args_is_help=True, help="The database that results land in.")
@@ -141,7 +142,14 @@ def db_accept_loss(
 @app.command("dump")
 def db_dump(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="For pg_restore; must not be there.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="For pg_restore.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of a file that is there.")
+    ] = False,
+    lock_wait: Annotated[
+        int,
+        typer.Option(min=1, max=WAIT_S_MAX, help="Seconds to wait for a table that others lock."),
+    ] = 60,
     as_json: Json = False,
 ) -> None:
     """Schema and rows of the fabric as one file, by the server's own pg_dump."""
@@ -150,6 +158,9 @@ def db_dump(
     from fabric_pipelines.dataplane.postgres import at_hand
 
     settings = settings_of(ctx)
+    named_file.require_free(out, replace=replace)  # before a server is started for it
     with at_hand(settings, _say):
-        done = dump.write(Database.of(settings), out)
+        done = dump.write(
+            Database.of(settings), out, replace=replace, lock_wait_s=lock_wait, say=_say
+        )
     emit({"path": done.path, "bytes": done.size, "pg_dump": done.program}, as_json)

@@ -21,14 +21,13 @@ from typing import Any
 
 from fabric_pipelines.errors import Refused, SettingsError
 from fabric_pipelines.folders import make_folders
+from fabric_pipelines.redaction import redact as redact
 
 UNIX_PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1 on Linux
 PLAIN_PATH = re.compile(
     r"[A-Za-z0-9._~/-]+"
 )  # what a URL takes as it is, and a Postgres option too
 
-
-CONNINFO_PASSWORD = re.compile(r"(\bpassword\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)")
 PREFIX = "FABRIC_"
 SUPERVISOR_LOCK = (
     "supervisor.lock"  # in runtime_dir; held as long as a supervisor of the home lives
@@ -312,15 +311,6 @@ def make_runtime_folder(folder: Path) -> None:
 
 def _is_shared(folder: Path) -> bool:
     return bool(folder.exists() and folder.stat().st_mode & stat.S_ISVTX)
-
-
-def redact(url: str) -> str:
-    url = CONNINFO_PASSWORD.sub(r"\1***", url)
-    head, at, tail = url.rpartition("@")
-    scheme, slashes, login = head.partition("://")
-    if not at or not slashes or ":" not in login:
-        return url
-    return f"{scheme}://{login.split(':', 1)[0]}:***@{tail}"
 
 
 def load(

@@ -214,19 +214,28 @@ class Account:
 
 
 def read_account(path: Path) -> dict[str, Any] | None:
-    """What a process that lives wrote there, with its age; None when there is none."""
+    """What a process that lives wrote there, with its age; None when there is none that can be read."""
     try:
         age_s = time.time() - path.stat().st_mtime
         if (
             age_s > ACCOUNT_STALE_S
         ):  # before it is read: of a machine that lost power it may be anything
             return None
-        facts: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
+        facts = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
-    if not psutil.pid_exists(facts["pid"]):
+    pid = facts.get("pid") if isinstance(facts, dict) else None
+    if not isinstance(pid, int) or not psutil.pid_exists(pid):
         return None
     return {**facts, "age_s": max(age_s, 0.0)}
+
+
+def account_in_words(facts: Mapping[str, Any], summary: Callable[[Mapping[str, Any]], str]) -> str:
+    """`summary` of an account; a sentence of its own where a process of another version, which runs on, wrote others."""
+    try:
+        return summary(facts)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "runs another version of this program: `fabric down`, then `fabric up`"
 
 
 def _replace(path: Path, text: str) -> None:

@@ -199,7 +199,7 @@ def spectrum(
     scratch = gpu.empty(SCRATCH * numbers, np.float64)
     start = np.cos(np.arange(int(work.side.max(initial=0))) * 1.7)  # as the CPU's inverse iteration
     given = [_send(gpu, part) for part in (work.list[:, 4], work.side, work.vector)]
-    start_there = _send(gpu, start if axes else start[:0])
+    start_there = _send(gpu, start if axes else start[:1])
     for team, own in ((WARP, work.side <= WARP_SIDE), (256, work.side > WARP_SIDE)):
         which = np.flatnonzero(own)
         if len(which):

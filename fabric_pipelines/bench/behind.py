@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psycopg
 
+from fabric_pipelines.dataplane import libpq
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, kept_elsewhere, place
 from fabric_pipelines.errors import StartFailed
@@ -42,6 +43,7 @@ def postgres(home: Path) -> Iterator[EmbeddedPostgres]:
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=home))
     inner = Settings(home=folder)
     server = EmbeddedPostgres(place(inner), log=folder / "postgres.log")
+    libpq.forget_shell()
     try:
         server.start()
         yield server

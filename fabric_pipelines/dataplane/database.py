@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 
 from fabric_pipelines import settings as settings_module
-from fabric_pipelines.dataplane import postgres, table_locks
+from fabric_pipelines.dataplane import libpq, postgres, table_locks
 from fabric_pipelines.dataplane.sql import migrations, query
 from fabric_pipelines.errors import (
     DatabaseUnavailable,
@@ -29,13 +29,15 @@ from fabric_pipelines.errors import (
     UsageError,
     VersionRefused,
 )
+from fabric_pipelines.redaction import redact_words
 from fabric_pipelines.settings import Settings, redact
 
 SERVER_VERSION_LEAST = 150000
 CONNECT_TIMEOUT_S = 10
 SILENCE_MS = 60_000
+Connection = libpq.Connection
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+REMEDY_ENCODING = "create database \"NAME\" encoding 'UTF8' template template0"
 
 
 def database_url(settings: Settings) -> str:
@@ -70,13 +72,15 @@ class Database:
     def __repr__(self) -> str:
         return f"Database({redact(self.url)!r})"
 
-    def connect(self) -> Connection:
-        """An autocommit connection; use `with connection.transaction()` for more than one statement.
-        Raises DatabaseUnavailable, SettingsError (wrong login or name) or VersionRefused."""
+    def connect(self, *, for_rows: bool = True) -> Connection:
+        """An autocommit connection; use `with connection.transaction()` for more than one statement. Its text is UTF-8.
+        `for_rows`: False where nothing is kept in this very database, whose encoding is then no matter.
+        Raises DatabaseUnavailable, SettingsError (wrong login, name or encoding) or VersionRefused."""
         with translated(self.url):
             try:
-                connection = psycopg.connect(
+                connection = libpq.connect(
                     self.url,
+                    embedded=postgres.is_embedded(self.url),
                     autocommit=True,
                     connect_timeout=CONNECT_TIMEOUT_S,
                     tcp_user_timeout=SILENCE_MS,  # a host that vanished is away, not slow
@@ -84,7 +88,7 @@ class Database:
                 )
             except (psycopg.ProgrammingError, UnicodeError) as fault:
                 raise SettingsError(
-                    f"the database URL {redact(self.url)!r} cannot be read ({fault}); "
+                    f"the database URL {redact(self.url)!r} cannot be read ({redact_words(str(fault), self.url)}); "
                     "it looks like postgresql://user:password@host:port/name"
                 ) from fault
         version = connection.info.server_version
@@ -94,9 +98,22 @@ class Database:
                 f"the server at {redact(self.url)} is Postgres {version // 10000}; "
                 "the fabric needs 15 or newer, point FABRIC_PG_URL to one"
             )
+        if for_rows:
+            self._require_utf8(connection)
         # what another commits while one of ours waits for its lock is seen, whatever server, role or URL make the default
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         return connection
+
+    def _require_utf8(self, connection: Connection) -> None:
+        """Any other encoding lacks characters that engines write, and SQL_ASCII keeps bytes that may be anything."""
+        encoding = connection.info.parameter_status("server_encoding")
+        if encoding != libpq.ENCODING:
+            name = connection.info.dbname
+            connection.close()
+            raise SettingsError(
+                f"database {name!r} at {redact(self.url)} keeps its text in {encoding}, which cannot hold every "
+                f"character: make one that can (`{REMEDY_ENCODING}`) and name it in FABRIC_PG_URL"
+            )
 
     @contextmanager
     def session(self) -> Iterator[Connection]:
@@ -134,6 +151,7 @@ class Database:
             def once() -> list[str]:
                 connection.execute(query("migration_lock"))  # another migration is waited for
                 _require_writable(connection)
+                _refuse_template(connection)
                 table_locks.wait_at_most(connection)
                 connection.execute(query("bootstrap"))
                 return _apply_migrations(connection)
@@ -243,12 +261,16 @@ _NOWHERE = re.compile(
 
 
 def translate(fault: psycopg.Error, url: str) -> FabricError:
-    where, why = redact(url), " ".join(str(fault).split())
+    where, why = redact(url), redact_words(" ".join(str(fault).split()), url)
     state = fault.sqlstate or ""
     if (missing := missing_database(fault)) is not None:
         return SettingsError(
             f"the server of {where} has no database {missing!r}: make it with `fabric db init`, or check "
             "FABRIC_PG_URL"
+        )
+    if "is not currently accepting connections" in why:
+        return SettingsError(
+            f"the database of {where} takes no connections ({why}); name another one in FABRIC_PG_URL"
         )
     if not state and _NOWHERE.search(why):
         return SettingsError(f"{where} leads to no Postgres ({why}); check FABRIC_PG_URL")
@@ -335,6 +357,15 @@ def _require_writable(connection: Connection) -> None:
     if row and row[0]:
         raise DatabaseUnavailable(
             "the database is a standby or still recovering; it takes no writes"
+        )
+
+
+def _refuse_template(connection: Connection) -> None:
+    """What stands in a template is in every database made from it ever after."""
+    if _scalar(connection, "is_template"):
+        raise SettingsError(
+            f"database {connection.info.dbname!r} is a template, from which the server makes databases: name another "
+            "one in FABRIC_PG_URL; `fabric db init` makes it where it is missing"
         )
 
 

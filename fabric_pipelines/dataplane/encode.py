@@ -22,8 +22,9 @@ from fabric_pipelines.errors import SchemaError
 
 HEADER = b"PGCOPY\n\xff\r\n\x00" + struct.pack(">ii", 0, 0)
 TRAILER = struct.pack(">h", -1)
-STREAM_BYTES_MAX = (1 << 30) - (1 << 16)
-"""Postgres makes no row of 1 GiB, so a stream below that holds none; Arrow's 32-bit offsets would end at 2 GiB."""
+STREAM_BYTES_MAX = (1 << 29) - (1 << 20)
+"""Postgres takes a row below 1 GiB and cannot dump what it took: pg_dump has it written as text, bytes in hex and backslashes
+doubled, and that line must be below 1 GiB as well. A stream of half of it holds no row that is lost to every dump."""
 POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01 UTC in microseconds since 1970
 HALFVEC_DIM_MAX = 16_000  # pgvector's own limit
 
@@ -258,7 +259,7 @@ def _require_room(rows: int, size: int) -> None:
     if size > STREAM_BYTES_MAX:
         raise StreamTooLarge(
             f"{rows} row{'s take' if rows > 1 else ' takes'} {size} bytes on the way into its table, "
-            f"and Postgres takes no row beyond {STREAM_BYTES_MAX}"
+            f"and Postgres dumps no row beyond {STREAM_BYTES_MAX}"
         )
 
 

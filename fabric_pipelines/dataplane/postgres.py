@@ -12,12 +12,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ import psycopg
 from psycopg import sql
 
 from fabric_pipelines import settings as settings_module
+from fabric_pipelines.dataplane import libpq
 from fabric_pipelines.dataplane.postgres_binaries import (
     STATE_DIR,
     PostgresBinaries,
@@ -52,6 +54,7 @@ from fabric_pipelines.errors import (
     AlreadyRunning,
     DatabaseUnavailable,
     FabricError,
+    Interrupted,
     SettingsError,
     StorageFailed,
     VersionRefused,
@@ -61,7 +64,11 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.settings import UNIX_PATH_BYTES_MAX, Settings, make_runtime_folder
 
 DATABASE = "fabric"
+PORT = 5432
+"""Part of the socket's name; said everywhere, since PGPORT in a shell says another."""
+_EMBEDDED = re.compile(rf"postgresql://{SUPERUSER}@/{DATABASE}\?host=[^&]+&port={PORT}")
 RECOVERY_S = 120.0
+USERS = "postgres.users"
 PATIENCE_S = 3600.0
 """The foreground process waits so long: ending a recovery only makes the next start recover from the beginning."""
 STOP_S = 60.0
@@ -82,7 +89,8 @@ class Place:
 
     @property
     def url(self) -> str:
-        return f"postgresql://{SUPERUSER}@/{DATABASE}?host={quote(str(self.sockets), safe='')}"
+        host = quote(str(self.sockets), safe="")
+        return f"postgresql://{SUPERUSER}@/{DATABASE}?host={host}&port={PORT}"
 
 
 def place(settings: Settings) -> Place:
@@ -103,7 +111,7 @@ def place(settings: Settings) -> Place:
 
 def is_embedded(url: str) -> bool:
     """Whether `url` is of the kind that `Place.url` makes: a socket folder, our user, our database."""
-    return url.startswith(f"postgresql://{SUPERUSER}@/{DATABASE}?host=")
+    return _EMBEDDED.fullmatch(url) is not None
 
 
 def kept_elsewhere(settings: Settings) -> Path | None:
@@ -123,6 +131,8 @@ class EmbeddedPostgres:
     log: Path | None = None
     durable_initdb: bool = True
     say: Say = lambda line: None
+    asked_to_stop: Callable[[], bool] = lambda: False
+    """Looked at while the server does not answer yet; `start` then ends with Interrupted."""
     _process: subprocess.Popen[bytes] | None = None
     _lock: IO[str] | None = None
 
@@ -250,6 +260,7 @@ class EmbeddedPostgres:
         options = {**server_options(), **self.options}
         arguments = [
             str(self.binaries.postgres), "-D", str(self.place.data), "-k", str(self.place.sockets), "-h", "",
+            "-p", str(PORT),
             *(part for name, value in options.items() for part in ("-c", f"{name}={value}")),
         ]  # fmt: skip
         command = [sys.executable, "-I", "-S", "-c", SHIM, *ids_arguments(owner), *arguments]
@@ -277,8 +288,10 @@ class EmbeddedPostgres:
         while True:
             if self._process.poll() is not None:
                 return self._last_words()
+            if self.asked_to_stop():
+                raise Interrupted(f"asked to stop before Postgres on {self.place.data} answered")
             try:
-                with psycopg.connect(url, connect_timeout=5):
+                with libpq.connect(url, embedded=True, connect_timeout=5):
                     return None
             except psycopg.OperationalError as fault:
                 why = " ".join(str(fault).split())
@@ -305,21 +318,80 @@ class EmbeddedPostgres:
 @contextmanager
 def at_hand(settings: Settings, say: Say) -> Iterator[None]:
     """The embedded server answers for the life of the block: who stopped, or was refused, left it down. One that somebody
-    else runs is used and left alone, and so is the server of `pg_url`; one that was never made is not made."""
+    else runs is used and left alone, and so is the server of `pg_url`; one that was never made is not made.
+
+    Commands that overlap share the server that one of them started. Each holds USERS shared as long as it needs it, and
+    the one that started it, with whom it would die, stays until nobody else does. Ctrl-C there ends it at once."""
     server = None if settings.pg_url else EmbeddedPostgres.of(settings, say=say)
     if server is None or not (server.place.data / "PG_VERSION").exists():
         yield
         return
+    with (server.place.data.parent / USERS).open("a") as users:
+        if not _join(server, users):
+            yield
+            return
+        try:
+            say("the embedded Postgres was down: it runs for this command")
+            try:
+                yield
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                _await_last(users, say)
+                raise
+            _await_last(users, say)
+        finally:
+            server.stop()
+
+
+def _join(server: EmbeddedPostgres, users: IO[str]) -> bool:
+    """Be one of those who use the server, which answers; True if it was started here. It may be starting or stopping in
+    somebody else's hands meanwhile."""
+    deadline = time.monotonic() + RECOVERY_S
+    while True:
+        if _locked(users, fcntl.LOCK_SH):  # else whoever started it is stopping it
+            try:
+                server.start()
+            except AlreadyRunning:
+                if _answers(server.place):
+                    return False
+                fcntl.flock(users, fcntl.LOCK_UN)
+            else:
+                return True
+        if time.monotonic() > deadline:
+            raise DatabaseUnavailable(
+                f"another process starts or stops the Postgres of {server.place.data}, which did not answer within "
+                f"{RECOVERY_S:.0f} s: try again"
+            )
+        time.sleep(0.05)
+
+
+def _await_last(users: IO[str], say: Say) -> None:
+    """Nobody uses the server any more, and nobody can begin to."""
+    said = False
+    while not _locked(users, fcntl.LOCK_EX):
+        if not said:
+            say(
+                "other commands use the embedded Postgres that this one started: waiting for them to end"
+            )
+        said = True
+        time.sleep(0.05)
+
+
+def _locked(file: IO[str], kind: int) -> bool:
     try:
-        server.start()
-    except AlreadyRunning:
-        yield
-        return
-    say("the embedded Postgres was down: it runs for this command")
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _answers(where: Place) -> bool:
     try:
-        yield
-    finally:
-        server.stop()
+        with libpq.connect(where.url, embedded=True, connect_timeout=5):
+            return True
+    except psycopg.OperationalError:
+        return False
 
 
 def server_options() -> dict[str, str]:
@@ -345,7 +417,7 @@ def server_options() -> dict[str, str]:
 
 
 def _make_socket_folder(folder: Path, uid: int) -> None:
-    longest = len(os.fsencode(folder / ".s.PGSQL.5432"))
+    longest = len(os.fsencode(folder / f".s.PGSQL.{PORT}"))
     if longest > UNIX_PATH_BYTES_MAX:
         raise SettingsError(
             f"the socket path under {folder} has {longest} bytes, more than {UNIX_PATH_BYTES_MAX}: "
@@ -420,7 +492,7 @@ def _serves(pid: int, data: Path) -> bool:
 
 def _ensure_database(where: Place) -> None:
     url = where.url.replace(f"/{DATABASE}?", "/postgres?")
-    with psycopg.connect(url, autocommit=True) as connection:
+    with libpq.connect(url, embedded=True, autocommit=True) as connection:
         found = connection.execute("select from pg_database where datname = %s", (DATABASE,))
         if found.fetchone() is None:
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
@@ -443,7 +515,12 @@ def main() -> int:
         sys.stderr.flush()
 
     server = EmbeddedPostgres.of(settings, say=say)
-    server.start(timeout_s=PATIENCE_S)
+    server.asked_to_stop = lambda: bool(asked)
+    try:
+        server.start(timeout_s=PATIENCE_S)
+    except Interrupted as word:
+        say(str(word))
+        return 0
     try:
         assert server.binaries is not None
         sys.stdout.write(f"postgres ready: {server.binaries.version} on {server.place.sockets}\n")

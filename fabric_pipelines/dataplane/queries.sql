@@ -591,6 +591,29 @@ where w.cluster <> fabric.cluster() or not exists (select from pg_class where oi
 -- name: forget_watch
 select fabric.forget_watch(%(watch)s);
 
+-- name: waits_for_locks
+-- One row a table and process in the way of the client `application`; pid 0 stands for a prepared transaction.
+select format('%%s.%%s', n.nspname, c.relname),
+       case
+           when b.pid is null then 'a prepared transaction (pg_prepared_xacts)'
+           else format('pid %%s (%%s, role %%s) since %%s', b.pid, coalesce(nullif(b.application_name, ''), b.backend_type, '?'),
+                       coalesce(b.usename, '?'), coalesce(b.xact_start::text, 'a time that this role may not see'))
+       end
+from pg_stat_activity as a
+join pg_locks as l on l.pid = a.pid and not l.granted and l.locktype = 'relation'
+join pg_class as c on c.oid = l.relation
+join pg_namespace as n on n.oid = c.relnamespace
+cross join lateral unnest(pg_blocking_pids(a.pid)) as before (pid)
+left join pg_stat_activity as b on b.pid = nullif(before.pid, 0)
+where a.application_name = %(application)s and a.datname = current_database()
+order by 1, 2;
+
+-- name: is_template
+select datistemplate from pg_database where datname = current_database();
+
+-- name: template_encoding
+select pg_encoding_to_char(encoding) from pg_database where datname = 'template1';
+
 -- name: fabric_holders
 select distinct format('pid %s (%s, role %s) since %s', a.pid, coalesce(nullif(a.application_name, ''), 'no name'), a.usename, a.xact_start)
 from pg_locks as l

@@ -6,8 +6,6 @@ without a sink from the generic table. Nothing here writes to the database.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from psycopg import sql
 
+from fabric_pipelines import named_file
 from fabric_pipelines.dataplane.database import Connection, Database
 from fabric_pipelines.dataplane.sinks import GENERIC, SINKS, Sink, sink_of
 from fabric_pipelines.dataplane.sql import compose, query, relation
@@ -88,27 +87,17 @@ def to_parquet(
     function: str | None = None,
     submission_id: str | None = None,
 ) -> int:
-    """Write the rows to `path` (written beside, fsynced, renamed); returns how many."""
+    """Write the rows to `path` (whole or not at all); returns how many. UsageError when `path` is there."""
     schema, batches = scan(database, function=function, submission_id=submission_id)
     rows = 0
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    except OSError as fault:
-        raise StorageFailed(f"{path} cannot be written: {fault.strerror}") from fault
-    beside = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    with named_file.beside(path) as beside:
+        try:
+            with pq.ParquetWriter(beside, schema, compression="zstd") as writer:
                 for batch in batches:
                     writer.write_batch(batch)
                     rows += batch.num_rows
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(path)
-    except OSError as fault:
-        raise StorageFailed(f"{path} cannot be written: {fault}") from fault
-    finally:
-        beside.unlink(missing_ok=True)
+        except OSError as fault:
+            raise StorageFailed(f"{path} cannot be written: {fault}") from fault
     return rows
 
 

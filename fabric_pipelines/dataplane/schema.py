@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from fabric_pipelines.dataplane.database import (
     Connection,
     Database,
     get_meta,
     missing_database,
-    translated,
 )
-from fabric_pipelines.dataplane.sql import migrations, query
+from fabric_pipelines.dataplane.libpq import ENCODING
+from fabric_pipelines.dataplane.sql import migrations, query, trusted
 from fabric_pipelines.errors import SettingsError, UsageError
 from fabric_pipelines.settings import redact
 
@@ -110,18 +110,30 @@ def _ensure_database(database: Database) -> bool:
         if missing is None:
             raise
         maintenance = Database(make_conninfo(database.url, dbname=MAINTENANCE))
-        with maintenance.connect() as connection:
+        with maintenance.connect(for_rows=False) as connection:
             try:
-                connection.execute(sql.SQL("create database {}").format(sql.Identifier(missing)))
+                connection.execute(_create(connection, missing))
             except psycopg.errors.InsufficientPrivilege as fault:
                 raise SettingsError(
                     f"there is no database {missing!r} at {redact(database.url)}, and this role may not make one: "
-                    f'ask the owner of the server for `create database "{missing}" owner {connection.info.user}`'
+                    f'ask the owner of the server for `create database "{missing}" owner {connection.info.user} '
+                    "encoding 'UTF8' template template0`"
                 ) from fault
             except psycopg.errors.DuplicateDatabase:
                 return False  # somebody else was faster
         return True
     return False
+
+
+def _create(connection: Connection, name: str) -> sql.Composed:
+    """From the server's own template, with what its owner put there, unless that cannot hold all text."""
+    row = connection.execute(query("template_encoding")).fetchone()
+    statement = sql.SQL("create database {}").format(sql.Identifier(name))
+    if row is None or row[0] == ENCODING:
+        return statement
+    # the locale of such a server may fit its own encoding only; C fits any, and the fabric sorts no text
+    options = "encoding 'UTF8' template template0 locale_provider libc locale 'C'"
+    return statement + trusted(f" {options}")
 
 
 def _require_rights(connection: Connection, database: Database) -> None:
@@ -138,11 +150,3 @@ def _require_rights(connection: Connection, database: Database) -> None:
             f"the schema fabric of database {name!r} belongs to {owner!r}, and role {role!r} may not change it: "
             f'use that role in FABRIC_PG_URL, or run `alter schema fabric owner to "{role}"` as {owner!r}'
         )
-
-
-def connection_environment(url: str) -> tuple[str, dict[str, str]]:
-    """(conninfo without the password, PGPASSWORD where there is one): arguments of a process can be read by all."""
-    with translated(url):
-        parts = conninfo_to_dict(url)
-    password = parts.pop("password", None)
-    return make_conninfo("", **parts), {"PGPASSWORD": str(password)} if password else {}

@@ -29,6 +29,7 @@ OWN_NAMES = (
     "logs",
     "postgres",
     "postgres.lock",
+    "postgres.users",
     "run",
     "shards",
 )

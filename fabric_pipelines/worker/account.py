@@ -54,6 +54,10 @@ def read(settings: Settings) -> list[dict[str, Any]]:
     return [facts for path in paths if (facts := telemetry.read_account(path)) is not None]
 
 
+def name(facts: Mapping[str, Any]) -> str:
+    return f"{facts.get('engine', 'an engine')} on {facts.get('device', 'its device')}"
+
+
 def summary(facts: Mapping[str, Any]) -> str:
     """One line for a person."""
     busy = facts["device_busy_share"]

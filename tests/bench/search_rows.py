@@ -15,7 +15,7 @@ from fabric_pipelines.workloads.corpus import verses
 
 CLUSTERS, SPREAD = 1000, 0.2
 LATENT = 24
-RUNS = (12, 8, 16, 24)  # words
+RUNS = (12, 8, 16, 24, 10, 14, 20, 6, 18, 22, 9, 11, 13, 15, 7, 17)  # words
 TEXTS_AT_ONCE = 256
 
 

@@ -105,7 +105,8 @@ def test_products_of_codes_are_ranked_beyond_2_32_numbers(card: Card) -> None:
     first, k, rng = 1 << 26, 7, np.random.default_rng(4)
     product = vast(card, first + 2, scans.QUERIES, scans.GROUP_ROWS, dtype=np.int32)
     exact = rng.integers(-999, 999, 2 * scans.GROUP_ROWS)
-    put(card, product[first:, 1], exact.reshape(2, -1))
+    for group, own in enumerate(exact.reshape(2, -1)):
+        put(card, product[first + group, 1], own)
     terms = [rng.standard_normal((2, scans.GROUP_ROWS)).astype(np.float32) for _ in range(2)]
     factor, constant = (scans.send(card, term) for term in terms)
     sizes = np.array([NEAR])

@@ -188,10 +188,3 @@ def test_without_a_pg_dump_as_new_as_the_server_one_sentence_says_so(
     assert find_program("pg_dump", at_least=15, environ=environ) == tmp_path / "pg_dump"
     with pytest.raises(MissingDependency, match="no pg_dump of 18 or newer"):
         dump.write(database, tmp_path / "x.dump", environ)
-
-
-def test_a_password_reaches_pg_dump_by_its_environment_only() -> None:
-    where, secret = schema.connection_environment("postgresql://me:secret@db.example:5433/fabric")
-    assert "secret" not in where
-    assert "db.example" in where
-    assert secret == {"PGPASSWORD": "secret"}

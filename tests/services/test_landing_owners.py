@@ -253,7 +253,7 @@ def _kept(landed: Landed) -> tuple[int, int]:
 def test_rows_beyond_one_stream_land_in_several(
     database: Database, landing: Writer, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """A stream ends below 1 GiB; here at 16 KiB instead of making so many rows, and five such landings in a row."""
+    """A stream ends below 512 MiB; here at 16 KiB instead of making so many rows, and five such landings in a row."""
     monkeypatch.setattr(encode, "STREAM_BYTES_MAX", 16 << 10)
     batches = [pulled_batch(200, function=function, first=at, dim=64) for at in range(0, 1000, 200)]
     broker = ScriptedComputed(batches)
@@ -293,7 +293,7 @@ def test_a_row_that_no_stream_holds_is_a_dead_letter_and_the_others_land(
     assert _kept(landing.land(batch)) == (11, 1)
     [(row, code, reason)] = _letters(database)
     assert (row, code) == (5, "54000")
-    assert "Postgres takes no row beyond" in reason
+    assert "Postgres dumps no row beyond" in reason
     with database.session() as connection:
         kept = connection.execute("select raw from fabric.dead_letters").fetchone()
     assert kept is not None

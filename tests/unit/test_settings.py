@@ -63,21 +63,6 @@ def test_a_deep_home_gets_a_short_runtime_folder(tmp_path: Path) -> None:
     assert other.runtime_dir != deep.runtime_dir
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("postgresql://me:secret@db/x", "postgresql://me:***@db/x"),
-        ("postgresql://me@db/x", "postgresql://me@db/x"),
-        ("/plain/folder", "/plain/folder"),
-        ("postgresql://me:p@ss@db/x", "postgresql://me:***@db/x"),
-        ("host=db password=secret dbname=x", "host=db password=*** dbname=x"),
-        ("password='a b' host=db", "password=*** host=db"),
-    ],
-)
-def test_a_password_is_never_shown(url: str, shown: str) -> None:
-    assert settings.redact(url) == shown
-
-
 def test_a_space_or_a_comma_in_the_home_moves_only_the_sockets(tmp_path: Path) -> None:
     for name in ("a b", "a,b", "a%20b", "ü"):
         made = settings.load({"home": tmp_path / name}, {}, tmp_path)

@@ -15,6 +15,7 @@ import psutil
 import psycopg
 
 from fabric_pipelines.bench.peers.peer import OUTCOME_TOKENS, Durable, Held, Work
+from fabric_pipelines.dataplane import libpq
 from fabric_pipelines.dataplane.postgres import EmbeddedPostgres, place
 from fabric_pipelines.dataplane.postgres_binaries import find_binaries
 from fabric_pipelines.settings import Settings
@@ -58,6 +59,7 @@ class PostgresServer:
 
     def start(self, folder: Path) -> None:
         folder.mkdir(parents=True)
+        libpq.forget_shell()
         self._server = EmbeddedPostgres(place(Settings(home=folder)), self._binaries)
         self.endpoint = self._server.start()
 

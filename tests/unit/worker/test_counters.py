@@ -11,6 +11,7 @@ import pytest
 from fabric_pipelines.device.calls import KINDS, Calls
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.settings import Settings, make_runtime_folder
+from fabric_pipelines.telemetry import account_in_words
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
 from fabric_pipelines.worker import account
@@ -169,6 +170,24 @@ def test_the_account_of_a_worker_is_read_while_it_lives(home_settings: Settings)
         path.write_text(json.dumps({**seen, "pid": 2**22 + 1}))
         assert account.read(home_settings) == [], "a worker that is gone"
     assert list(account.folder_of(home_settings).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "written", ["", "{", "[]", "null", '{"pid": "1"}', "[" * 100_000, "\x00" * 40]
+)
+def test_what_cannot_be_read_is_no_account(home_settings: Settings, written: str) -> None:
+    make_runtime_folder(home_settings.runtime_dir)
+    folder = account.folder_of(home_settings)
+    folder.mkdir()
+    (folder / "cpu-0.json").write_text(written)
+    assert account.read(home_settings) == []
+
+
+def test_an_account_of_another_version_is_one_sentence() -> None:
+    for facts in ({"pid": 1}, {"pid": 1, "device_busy_share": "much"}):
+        told = account_in_words(facts, account.summary)
+        assert told == "runs another version of this program: `fabric down`, then `fabric up`"
+        assert account.name(facts) == "an engine on its device"
 
 
 def test_a_disk_that_takes_no_account_is_said_once(home_settings: Settings) -> None:
