@@ -63,7 +63,7 @@ def root_of(url: str) -> str:
     if not url.startswith(S3):
         raise UsageError(f"{url!r} is no s3:// URL: write s3://bucket/prefix")
     bucket, slash, prefix = url.removeprefix(S3).rstrip("/").partition("/")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", bucket):
         raise UsageError(
             f"{url!r} names no bucket: write s3://bucket/prefix, as in s3://results/lake"
         )
@@ -131,7 +131,8 @@ def _translated(
         return SettingsError(f"{what}: {said}; {SETTINGS}")
     if isinstance(fault, FileNotFoundError):
         return StorageFailed(f"{what}: it is not there")
-    if code and isinstance(fault, PermissionError):
+    # a question without a body (HEAD) is refused by its status alone, an expired token with 400
+    if (code and isinstance(fault, PermissionError)) or code in ("400", "401"):
         return StorageFailed(f"{what}: it is refused ({said}): {CREDENTIALS}")
     # botocore's own timeouts are OSErrors as well
     if isinstance(fault, (ConnectionError, TimeoutError)) or is_of_the_client(fault):

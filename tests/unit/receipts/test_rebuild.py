@@ -134,6 +134,32 @@ def test_a_receipt_that_was_changed_is_not_rebuilt(store, tmp_path, receipt):
         receipts.rebuild(store, tmp_path, receipt.receipt_id)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"token": "1/../../../escaped"},
+        {"generation": "1"},
+        {"shard": "../escaped"},
+        {"token": -1},
+        {"increment": []},
+        {"increment": {"parent_generation": "../x"}},
+    ],
+)
+def test_a_receipt_names_no_folder_but_one_of_a_generation(store, tmp_path, receipt, told):
+    other = dataclasses.replace(receipt, outputs={**receipt.outputs, **told})
+    row = dataclasses.replace(
+        store.receipts[receipt.receipt_id],
+        receipt_id=other.receipt_id,
+        statement=other.to_statement(),
+    )
+    store.receipts[other.receipt_id] = row
+    root = tmp_path / "shards" / "below"
+    root.mkdir(parents=True)
+    with pytest.raises(SchemaError, match=r"is no receipt of outputs: .* issue the receipt again"):
+        receipts.rebuild(store, root, other.receipt_id)
+    assert [path for path in tmp_path.rglob("*") if "escaped" in path.name] == []
+
+
 def refreshed(store, tmp_path):
     base = 5 << 40
     store.put(np.array([base + 3]), np.ones((1, 16)))
