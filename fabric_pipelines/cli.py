@@ -53,6 +53,13 @@ class OneSentence(TyperGroup):
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         ANSWER.begin(args)
+        for text in args:
+            try:
+                text.encode()
+            except (
+                UnicodeEncodeError
+            ):  # bytes that Python keeps as lone surrogates, which no text can hold further on
+                _leave(UsageError(f"the argument {text!a} is not UTF-8: write it in UTF-8"))
         try:
             return super().make_context(info_name, args, *rest, **extra)
         except Exception as fault:

@@ -8,18 +8,16 @@ store promises; the journal reads every object back before it relies on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from fabric_pipelines.dataplane.s3_faults import is_of_the_client
+from fabric_pipelines.dataplane import s3
 from fabric_pipelines.errors import StorageFailed, StoreUnreachable, storage_failed
 from fabric_pipelines.folders import make_folders
 from fabric_pipelines.journal import FileOps, ObjectStore, OsFileOps
 from fabric_pipelines.journal.files import read_exactly, write_all
 
-S3 = "s3://"
 BLOCK_BYTES = 16 << 20
-TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 
 
 def cold_store(url: str) -> ObjectStore | None:
@@ -27,7 +25,9 @@ def cold_store(url: str) -> ObjectStore | None:
     if not url:
         return None
     return (
-        BucketStore(url) if url.startswith(S3) else FolderStore(Path(url).expanduser().absolute())
+        BucketStore(url)
+        if url.startswith(s3.S3)
+        else FolderStore(Path(url).expanduser().absolute())
     )
 
 
@@ -115,17 +115,12 @@ class BucketStore:
     """Credentials and endpoint come from the environment (AWS_*, AWS_ENDPOINT_URL)."""
 
     def __init__(self, url: str) -> None:
-        import s3fs  # here: a cold tier in a folder needs no S3 client, whose import costs most of a second
-
-        # no caches: they are process-wide, and a listing cached earlier hides an object written since
-        self._files = s3fs.S3FileSystem(
-            skip_instance_cache=True, use_listings_cache=False, config_kwargs=TIMEOUTS
-        )
-        self._root = url.removeprefix(S3).rstrip("/")
+        self._root = s3.root_of(url)
+        self._files = s3.files()
 
     @property
     def where(self) -> str:
-        return f"{S3}{self._root}"
+        return f"{s3.S3}{self._root}"
 
     def put(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
         with self._asked("keep", name):
@@ -168,18 +163,6 @@ class BucketStore:
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    @contextmanager
-    def _asked(self, doing: str, name: str) -> Iterator[None]:
-        """Faults of the client as ours; botocore's and aiohttp's have no common base."""
-        try:
-            yield
-        except (StorageFailed, StoreUnreachable):
-            raise
-        except PermissionError as fault:
-            raise StorageFailed(
-                f"{self.where} refuses to {doing} {name} ({fault}): check bucket and credentials"
-            ) from fault
-        except Exception as fault:
-            if isinstance(fault, OSError) or is_of_the_client(fault, "asyncio"):
-                raise StoreUnreachable(f"{self.where} did not {doing} {name}: {fault}") from fault
-            raise
+    def _asked(self, doing: str, name: str) -> AbstractContextManager[None]:
+        """A fault of which nothing is known may heal: the journal keeps its segment and asks again."""
+        return s3.asked(doing, f"{self.where}/{name}", otherwise=StoreUnreachable)

@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fabric_pipelines.dataplane import s3
 from fabric_pipelines.dataplane.database import Database
-from fabric_pipelines.dataplane.s3_faults import is_of_the_client
 from fabric_pipelines.dataplane.sql import query
-from fabric_pipelines.errors import DigestMismatch, StorageFailed, TransientError, UsageError
+from fabric_pipelines.errors import DigestMismatch, StorageFailed, UsageError
 from fabric_pipelines.settings import Settings
 
 _PIECE = 1 << 20
@@ -45,7 +45,7 @@ class Lake:
 
     def __init__(self, url: str) -> None:
         self._store: _Folder | _Bucket = (
-            _Bucket(url) if url.startswith("s3://") else _Folder(Path(url))
+            _Bucket(url) if url.startswith(s3.S3) else _Folder(Path(url))
         )
 
     @classmethod
@@ -54,14 +54,18 @@ class Lake:
 
     def put(self, name: str, content: bytes | pa.Table) -> Artifact:
         """Keep `content` as <stem of name>/<sha256><suffix>. A table is written as the suffix says, .parquet
-        or .arrow. Raises StorageFailed (disk full, read-only) or TransientError (object store away)."""
+        or .arrow. Raises StorageFailed (disk full, read-only), StoreUnreachable (object store away
+        or busy) or SettingsError (credentials, endpoint)."""
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise UsageError(
                 f"{name!r} is no name of an object; use one like hidden/layers.parquet"
             )
         rows = content.num_rows if isinstance(content, pa.Table) else None
-        with tempfile.TemporaryDirectory(dir=self._store.scratch()) as folder, _kept(name):
+        with (
+            tempfile.TemporaryDirectory(dir=self._store.scratch()) as folder,
+            _kept("keep", self._store.named(name)),
+        ):
             file = Path(folder) / "object"
             _write(file, content, path.suffix)
             sha256, size = _digest_of(file), file.stat().st_size
@@ -71,7 +75,7 @@ class Lake:
     @contextmanager
     def open(self, uri: str) -> Iterator[BinaryIO]:
         """The object as a seekable file, without a check of its digest."""
-        with _kept(uri), self._store.opened(uri) as file:
+        with _kept("read", uri), self._store.opened(uri) as file:
             yield file
 
     def read(self, artifact: Artifact | str) -> bytes:
@@ -123,6 +127,9 @@ class _Folder:
             ) from fault
         return str(self._root)
 
+    def named(self, name: str) -> str:
+        return str(self._root / name)
+
     def keep(self, file: Path, key: str, size: int) -> str:
         target = self._root / key
         if target.exists() and target.stat().st_size == size:
@@ -141,15 +148,14 @@ class _Folder:
 
 class _Bucket:
     def __init__(self, url: str) -> None:
-        # imported here: a local lake needs no S3 client, whose import costs most of a second
-        import s3fs
-
-        # no caches: they are process-wide, and a listing cached earlier hides an object written since
-        self._files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        self._root = url.removeprefix("s3://").rstrip("/")
+        self._root = s3.root_of(url)
+        self._files = s3.files()
 
     def scratch(self) -> None:
         return None
+
+    def named(self, name: str) -> str:
+        return f"{s3.S3}{self._root}/{name}"
 
     def keep(self, file: Path, key: str, size: int) -> str:
         target = f"{self._root}/{key}"
@@ -167,20 +173,15 @@ class _Bucket:
 
 
 @contextmanager
-def _kept(what: str) -> Iterator[None]:
+def _kept(doing: str, what: str) -> Iterator[None]:
     """Faults of file system and object store as ours."""
-    try:
-        yield
-    except FileNotFoundError as fault:
-        raise StorageFailed(f"{what} is not in the lake; it was moved or deleted") from fault
-    except (ConnectionError, TimeoutError) as fault:
-        raise TransientError(f"the object store does not answer for {what}: {fault}") from fault
-    except OSError as fault:
-        raise StorageFailed(f"the lake failed on {what}: {fault}") from fault
-    except Exception as fault:
-        if is_of_the_client(fault):
-            raise TransientError(f"the object store does not answer for {what}: {fault}") from fault
-        raise
+    with s3.asked(doing, what):
+        try:
+            yield
+        except FileNotFoundError as fault:
+            if doing != "read" or s3.lacks_bucket(fault):
+                raise
+            raise StorageFailed(f"{what} is not in the lake; it was moved or deleted") from fault
 
 
 def _write(file: Path, content: bytes | pa.Table, suffix: str) -> None:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.dataplane.s3_faults import is_of_the_client
-from fabric_pipelines.errors import Refused, StorageFailed, StoreUnreachable, UsageError
+from fabric_pipelines.dataplane import s3
+from fabric_pipelines.errors import Refused
 
-S3 = "s3://"
-TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 PART_BYTES = 50 << 20  # from twice that on, a file goes up in parts of this size
 _READ_BYTES = 8 << 20
 _FAILED_CONDITION = ("PreconditionFailed", "412", "At least one of the pre-conditions")
@@ -35,20 +32,12 @@ class Kept:
 
 
 class Objects:
-    """`url`: s3://bucket/prefix. Credentials and endpoint come from the environment (AWS_*, AWS_ENDPOINT_URL)."""
+    """`url`: s3://bucket/prefix. Credentials and endpoint come from the environment (AWS_*, AWS_ENDPOINT_URL). Any call may raise
+    StoreUnreachable (the store is away or busy), StorageFailed or SettingsError, as s3.py tells them apart."""
 
     def __init__(self, url: str) -> None:
-        if not url.startswith(S3):
-            raise UsageError(f"{url!r} is no s3:// URL; a shard is copied to an object store")
-        import s3fs  # its import costs most of a second
-
-        # no caches: they are process-wide, and a pointer read from one is an old pointer
-        self._files = s3fs.S3FileSystem(
-            skip_instance_cache=True, use_listings_cache=False, config_kwargs=TIMEOUTS
-        )
-        self.root = url.removeprefix(S3).rstrip("/")
-        if not self.root:
-            raise UsageError(f"{url!r} names no bucket")
+        self.root = s3.root_of(url)
+        self._files = s3.files()
 
     def create(self, key: str, content: bytes) -> bool:
         """False if the name is taken; then nothing changed."""
@@ -65,14 +54,18 @@ class Objects:
             try:
                 found = self._files.call_s3("get_object", Bucket=bucket, Key=path)
                 return self._body(found), str(found["ETag"])
-            except FileNotFoundError:
+            except FileNotFoundError as fault:
+                if s3.lacks_bucket(fault):
+                    raise
                 return None
 
     def look(self, key: str) -> Kept | None:
         with self._asked("look at", key):
             try:
                 return _kept(self._files.info(f"{self.root}/{key}"))
-            except FileNotFoundError:
+            except FileNotFoundError as fault:
+                if s3.lacks_bucket(fault):
+                    raise
                 return None
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -156,21 +149,8 @@ class Objects:
         bucket, _, prefix = self.root.partition("/")
         return bucket, f"{prefix}/{key}" if prefix else key
 
-    @contextmanager
-    def _asked(self, doing: str, key: str) -> Iterator[None]:
-        where = f"s3://{self.root}/{key}"
-        try:
-            yield
-        except FileNotFoundError as fault:
-            raise StorageFailed(f"cannot {doing} {where}: it is not there") from fault
-        except (ConnectionError, TimeoutError) as fault:
-            raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
-        except OSError as fault:
-            raise StorageFailed(f"cannot {doing} {where}: {fault}") from fault
-        except Exception as fault:
-            if is_of_the_client(fault):
-                raise StoreUnreachable(f"cannot {doing} {where}: {fault}") from fault
-            raise
+    def _asked(self, doing: str, key: str) -> AbstractContextManager[None]:
+        return s3.asked(doing, f"{s3.S3}{self.root}/{key}")
 
 
 def _kept(item: dict[str, Any]) -> Kept:

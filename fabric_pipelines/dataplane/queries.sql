@@ -88,6 +88,9 @@ from pg_attribute
 where attrelid = fabric.relation_oid(%(relation)s) and attnum > 0 and not attisdropped
 order by attnum;
 
+-- name: row_security
+select row_security_active(%(oid)s::oid), current_user::text;
+
 -- name: hold_relation
 -- Until the transaction ends neither it nor a column of it is given another name.
 select from {relation} where {filter} limit 0

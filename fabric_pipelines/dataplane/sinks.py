@@ -21,6 +21,7 @@ Decode = Callable[[str, pa.Array], pa.Array | None]
 """(engine name, list<uint32> of output ids) -> strings, or None where that engine's tokeniser is not here."""
 
 INT4_MAX = (1 << 31) - 1
+TOO_LARGE = "54000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +80,17 @@ def sink_of(function: str) -> Sink:
 
 def foresee(batch: pa.RecordBatch, sink: Sink, landing: Landing) -> dict[int, Rejection]:
     """Rows (by position) that the database would reject, found in columns: one rejected row costs a whole
-    COPY, a whole batch of them would cost one COPY each."""
+    COPY, a whole batch of them would cost one COPY each. TOO_LARGE says that a row's size is all that is wrong."""
     found: dict[int, Rejection] = {}
 
     def note(rows: npt.NDArray[np.intp], code: str, reason: str) -> None:
         for row in rows.tolist():
             found.setdefault(row, Rejection(row, code, reason))
 
-    if any(column.kind == "vector" for column in sink.columns):
-        if landing.vector_type == "halfvec":
-            counts = pc.list_value_length(batch.column("vector")).fill_null(0).to_numpy()
-            over = f"a vector has more than {HALFVEC_DIM_MAX} elements, which halfvec cannot hold"
-            note(np.flatnonzero(counts > HALFVEC_DIM_MAX), "54000", f"{over}: ask for fewer layers")
-            note(
-                np.flatnonzero(counts == 0) if _empty_vectors(batch) else _none(),
-                "22000",
-                "the vector is empty",
-            )
-        note(
-            _rows_with_non_finite(batch.column("vector")),
-            "22000",
-            "the vector holds NaN or infinity",
-        )
+    vectors = batch.column("vector")
+    typed = any(column.kind == "vector" for column in sink.columns)
+    if typed:
+        note(_rows_with_non_finite(vectors), "22000", "the vector holds NaN or infinity")
     for name in (
         "submission_id",
         "function",
@@ -118,6 +108,12 @@ def foresee(batch: pa.RecordBatch, sink: Sink, landing: Landing) -> dict[int, Re
         )
     tokens = batch.column("prompt_tokens").to_numpy()
     note(np.flatnonzero(tokens > INT4_MAX), "22003", "prompt_tokens is beyond int4")
+    if typed and landing.vector_type == "halfvec":
+        # a row without a vector is no row with an empty one: its vector may be an artifact
+        counts = pc.list_value_length(vectors).fill_null(1).to_numpy()
+        note(np.flatnonzero(counts == 0), "22000", "the vector is empty")
+        over = f"a vector has more than {HALFVEC_DIM_MAX} elements, which halfvec cannot hold"
+        note(np.flatnonzero(counts > HALFVEC_DIM_MAX), TOO_LARGE, f"{over}: ask for fewer layers")
     return found
 
 
@@ -128,10 +124,6 @@ def without_nul(strings: pa.Array) -> pa.Array:
 
 def _none() -> npt.NDArray[np.intp]:
     return np.zeros(0, np.intp)
-
-
-def _empty_vectors(batch: pa.RecordBatch) -> bool:
-    return bool(pc.any(pc.equal(pc.list_value_length(batch.column("vector")), 0)).as_py())
 
 
 def _rows_with_non_finite(lists: pa.Array) -> npt.NDArray[np.intp]:

@@ -54,6 +54,11 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(sorted(set(self.columns))))
+        for column in {self.id_column, self.vector_column} & set(self.columns):
+            raise SchemaError(
+                f"column {column!r} of {self.relation} is in every shard already, as its id or its vector: leave it out of "
+                "the columns that travel with the rows"
+            )
         if self.hash_version not in (1, HASH_VERSION):
             raise SchemaError(
                 f"content hash version {self.hash_version} is unknown; this program knows 1 to "
@@ -243,8 +248,14 @@ def describe(connection: Connection, source: Source) -> Described:
             f"column {source.vector_column!r} of {source.relation} is {encoding}; "
             f"vectors are read from {', '.join(ENCODINGS)}"
         )
+    require_all_rows(connection, source.relation, int(rows[0][2]))
     chosen = {name: types[name] for name in wanted}
-    if source.filter:
+    if source.submission_id is not None and "submission_id" not in types:
+        raise SchemaError(
+            f"relation {source.relation!r} has no column 'submission_id' to choose rows by: leave the submission out, or "
+            "give a filter"
+        )
+    if source.filter or source.submission_id is not None:
         try:
             # prepared, since only that protocol takes one statement and no second one out of the filter
             connection.execute(
@@ -252,12 +263,29 @@ def describe(connection: Connection, source: Source) -> Described:
             )
         except NO_CONDITION as fault:
             why = " ".join(str(fault).split())
+            if not source.filter:
+                raise SchemaError(
+                    f"submission_id of {source.relation} is compared with no text such as {source.submission_id!r} ({why}): "
+                    "leave the submission out, or give a filter"
+                ) from fault
             raise SchemaError(
                 f"the filter {source.filter!r} is no condition on a row of {source.relation} ({why}); write it as after "
                 "WHERE"
             ) from fault
     has_fingerprints = types.get("engine_fingerprint") in ("text", "varchar")
     return Described(chosen, int(rows[0][2]), encoding, has_fingerprints, bool(ids[4]))
+
+
+def require_all_rows(connection: Connection, relation: str, oid: int) -> None:
+    """SchemaError where row level security may hide rows from this role: a shard of the others would count as whole."""
+    row = connection.execute(query("row_security"), {"oid": oid}).fetchone()
+    assert row is not None
+    if row[0]:
+        raise SchemaError(
+            f"row level security of {relation} applies to role {row[1]!r}, so rows may be hidden from it without a word: let "
+            f'a role read it to which none applies (`alter role "{row[1]}" bypassrls`, or the owner of a table without FORCE), '
+            "or build from a view of the rows that are meant"
+        )
 
 
 def state_of(

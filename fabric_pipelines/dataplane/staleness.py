@@ -35,6 +35,7 @@ from fabric_pipelines.dataplane.source import (
     describe,
     fingerprints,
     frozen,
+    require_all_rows,
     require_ids,
     require_integer_ids,
     state_of,
@@ -105,6 +106,9 @@ class Staleness:
 _LOOK = "`fabric receipt audit {shard}` compares the rows"
 _SETTLE = "; `fabric receipt refresh {shard}` settles it"
 WHY_AUDIT = {
+    "row security": "row level security of {relation} applies to this role and may hide rows, so nothing that it reads is "
+    "compared: let a role ask to which none applies (`alter role ... bypassrls`), with which "
+    + _LOOK,
     "unwatched": "nothing watches {relation} (a view, a table of another owner, or unwatched on purpose), so no change of "
     "it is seen: " + _LOOK + ", at times of your own",
     "unlogged": "{relation}, or a part of it, is UNLOGGED (a crash empties it) or a foreign table (written elsewhere), and nothing "
@@ -185,6 +189,7 @@ def watch(database: Database, source: Source) -> None:
         if kind[0] not in ("r", "p"):
             return  # a view has no rows of its own to watch: its shard is audited instead
         require_integer_ids(connection, source)
+        require_all_rows(connection, source.relation, kind[1])
         wanted = {
             "relation": source.relation,
             "id": source.id_column,

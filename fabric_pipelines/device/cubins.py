@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ MANIFEST_NAME = "manifest.json"
 WHAT = "manifest of cubins"
 REMEDY = "reinstall, or run `make -C cuda install`"
 ELF_MACHINE_CUDA = 190
+_FAMILY, _ARCH = re.compile(r"[a-z0-9_]{1,100}"), re.compile(r"sm_[0-9]{2,4}[a-z]?")
 PTX_SECTIONS = (".nv_fatbin", ".nvFatBinSegment", ".nv_debug_ptx_txt")
 
 
@@ -44,6 +46,11 @@ class Cubin:
     size: int
     ptx: bool
     entries: Mapping[str, Entry]
+
+    def __post_init__(self) -> None:
+        """Both become names of files."""
+        if not (_FAMILY.fullmatch(self.family) and _ARCH.fullmatch(self.arch)):
+            raise CorruptionFound(f"it names a cubin {self.arch!r:.40}/{self.family!r:.40}")
 
     @property
     def path(self) -> Path:
@@ -100,7 +107,7 @@ def read_manifest(folder: Path = FOLDER) -> CubinManifest:
         fields = json.loads(path.read_text())
         cubins = tuple(Cubin.from_json(item, str(path)) for item in fields["cubins"])
         return CubinManifest(fields["compiler"], fields["flags"], fields["sources"], cubins)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise CorruptionFound(f"{path} cannot be read ({fault}); {REMEDY}") from fault
 
 

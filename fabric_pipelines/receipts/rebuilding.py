@@ -45,7 +45,14 @@ from fabric_pipelines.shards.generation import (
     write_generation,
 )
 from fabric_pipelines.shards.increment import change_of, grow
-from fabric_pipelines.shards.manifest import ISSUE_AGAIN, FileEntry, ShardManifest, file_entries
+from fabric_pipelines.shards.manifest import (
+    COUNT_MAX,
+    ISSUE_AGAIN,
+    NAME_PATTERN,
+    FileEntry,
+    ShardManifest,
+    file_entries,
+)
 from fabric_pipelines.shards.quality import K, sample
 from fabric_pipelines.shards.scrub import damaged_files
 from fabric_pipelines.shards.shard import Shard, open_generation
@@ -88,6 +95,7 @@ def rebuild(
     store = store_of(db)
     row = find(store, receipt_id)
     receipt = Receipt.from_statement(row.statement)
+    _require_outputs(receipt)
     original, found_first = _opened(store, root, row.shard, row.generation)
     damage = [found for found in found_first if found.found != PRUNED]
     spec = _spec(receipt, overrides or {}, original)
@@ -119,6 +127,35 @@ def rebuild(
         verdict = "different"
     ok = verdict != "different" and not damage
     return Rebuild(ok, verdict, row.receipt_id, (*differences, *found), tuple(damage))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What of a receipt's outputs becomes a folder, or is counted with."""
+
+    shard: str
+    generation: int
+    token: int
+    parent_generation: int = 0
+    base_recall: str = "0"
+
+    def __post_init__(self) -> None:
+        if not NAME_PATTERN.fullmatch(self.shard):
+            raise SchemaError(f"its shard is {self.shard!r:.60}")
+        if not (0 <= self.generation <= COUNT_MAX and 0 <= self.token <= COUNT_MAX):
+            raise SchemaError("its generation or token is none")
+
+
+def _require_outputs(receipt: Receipt) -> None:
+    where = f"receipt {receipt.receipt_id[:12]}"
+    told = {name: receipt.outputs.get(name) for name in ("shard", "generation", "token")}
+    grown = receipt.outputs.get("increment")
+    if grown is not None:
+        parts = grown if isinstance(grown, Mapping) else {}
+        told |= {name: parts.get(name) for name in ("parent_generation", "base_recall")}
+    value_of(
+        _Outputs, told, where, what="receipt of outputs", remedy=ISSUE_AGAIN, error=SchemaError
+    )
 
 
 def compare(

@@ -26,6 +26,7 @@ from fabric_pipelines.shards.lists import ITERATIONS_DEFAULT, Lists, cut, cut_al
 from fabric_pipelines.shards.manifest import VECTOR_DTYPE, FileEntry, ShardManifest
 
 LISTS_PER_BLOCK_DEFAULT = 16
+INT8 = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class IndexSpec:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.iterations < 0:
             raise UsageError(f"iterations is {self.iterations}; it must not be negative")
+        for name in ("lists", "seed", "iterations", "lists_per_block"):
+            if not INT8.min <= getattr(self, name) <= INT8.max:
+                raise UsageError(f"{name} must lie between {INT8.min} and {INT8.max}")
 
     def as_json(self) -> dict[str, Any]:
         """The `index` part of a recipe."""

@@ -21,12 +21,17 @@ from fabric_pipelines.dataplane.vectors import GenerationRow, ShardLease
 from fabric_pipelines.errors import CorruptionFound, StorageFailed, UsageError
 from fabric_pipelines.shards.blocks import Block, file_sha256
 from fabric_pipelines.shards.disk import Disk, unread
-from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
+from fabric_pipelines.shards.manifest import (
+    FILE_NAME,
+    NAME_PATTERN,
+    FileEntry,
+    ShardManifest,
+    folder_name,
+)
 from fabric_pipelines.shards.store import VectorStore
 
 SCRATCH = ".rebuild-"
 SCRATCH_GRACE_S = 60.0
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDER_PATTERN = re.compile(r"g(\d{6,})-t(\d+)")
 _TEMP_PATTERN = re.compile(r"\.g\d{6,}-t\d+\.(?:tmp|pruned)")
 

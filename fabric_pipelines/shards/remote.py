@@ -36,7 +36,13 @@ from fabric_pipelines.shards.blocks import file_sha256
 from fabric_pipelines.shards.building import Beat, holding
 from fabric_pipelines.shards.disk import DISK, Disk, reading
 from fabric_pipelines.shards.generation import Generation, shard_folder, sweep_scratch
-from fabric_pipelines.shards.manifest import FILE_NAME, FileEntry, ShardManifest, folder_name
+from fabric_pipelines.shards.manifest import (
+    COUNT_MAX,
+    FILE_NAME,
+    FileEntry,
+    ShardManifest,
+    folder_name,
+)
 from fabric_pipelines.shards.scrub import damage_of
 from fabric_pipelines.shards.shard import open_generation
 from fabric_pipelines.shards.store import VectorStore, store_of
@@ -57,6 +63,11 @@ class Pointer:
     prunes: int = field(default=0, compare=False)
     cluster: str = field(default="", compare=False)
     database: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = (self.generation, self.token, self.prunes)
+        if not all(0 <= number <= COUNT_MAX for number in numbers):
+            raise CorruptionFound("its numbers are none of a generation")
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -436,10 +447,14 @@ def _manifest(objects: Objects, name: str, pointer: Pointer) -> tuple[ShardManif
             f"s3://{objects.root}/{key} {what}; {_sent_again(objects, name)}; where that is refused, {POINTER} itself is not "
             "right: add --take-over"
         )
-    try:
-        return ShardManifest.from_json(json.loads(read[0]), key), read[0]
-    except (ValueError, AttributeError) as fault:
-        raise CorruptionFound(f"{key} is no manifest: {fault}") from fault
+    where = f"s3://{objects.root}/{key}"
+    manifest = ShardManifest.from_json(read[0], where, remedy=_sent_again(objects, name))
+    if (manifest.name, manifest.generation, manifest.token) != (name, *reversed(pointer.rank)):
+        raise CorruptionFound(
+            f"{where} is the manifest of generation {manifest.generation} under token {manifest.token} of shard "
+            f"{manifest.name!r}; {_sent_again(objects, name)}"
+        )
+    return manifest, read[0]
 
 
 def _pointer(objects: Objects, name: str) -> tuple[Pointer, str] | None:

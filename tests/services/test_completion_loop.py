@@ -10,12 +10,15 @@ import pyarrow as pa
 import pytest
 
 from fabric_pipelines.completion.receive import Receiver
+from fabric_pipelines.completion.waiting import PAUSE_MOST_S
 from fabric_pipelines.dataplane import results
 from fabric_pipelines.dataplane.database import Database
+from fabric_pipelines.dataplane.lake import Lake
 from fabric_pipelines.dataplane.writer import Writer
 from fabric_pipelines.errors import CheckFailed, DatabaseUnavailable, IncarnationMismatch
 from fabric_pipelines.testing.scripted_computed import ScriptedComputed, ScriptedInfo
 from tests.support_completions import pulled_batch
+from tests.support_scripted_s3 import fault, scripted_store
 
 Make = Callable[..., Receiver]
 
@@ -91,6 +94,27 @@ def test_while_the_database_is_away_rows_are_held_and_then_land(
     writer.away = False
     assert loop.step(wait_s=0) == 0
     assert (loop.holds, broker.open_ids, broker.sessions) == (0, set(), 1)
+
+
+def test_while_the_lake_is_throttled_only_what_needs_it_waits_and_then_lands(
+    database: Database, receiver: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted_store(monkeypatch) as store:
+        store.says, now_s = fault(503, "SlowDown"), [0.0]
+        large = pulled_batch(2, function="hidden_states", dim=16_001)
+        broker = ScriptedComputed([large, pulled_batch(3, function="embed", first=2)])
+        writer = Writer(database, lake=Lake("s3://bucket/lake"))
+        loop = receiver(broker, writer, clock_s=lambda: now_s[0])
+        assert [loop.step(wait_s=0) for _ in range(3)] == [0, 0, 0]
+        assert (len(broker.retired), list(loop.waiting)) == (3, ["hidden_states"])
+        assert "the store is busy" in loop.waits_for
+        store.says = None
+        now_s[0] += PAUSE_MOST_S
+        loop.step(wait_s=0)
+        assert (loop.waits_for, loop.holds, broker.open_ids) == ("", 0, set())
+        (key,) = store.objects
+    rows = results.read(database, function="hidden_states").to_pylist()
+    assert [row["artifact_uri"] for row in rows] == [f"s3:/{key}"] * 2
 
 
 def test_a_broker_that_dies_before_it_answers_a_retire_loses_and_doubles_nothing(

@@ -432,3 +432,15 @@ def test_no_option_takes_what_is_no_number_or_has_no_end_or_is_below_nothing() -
             refused = CliRunner().invoke(cli.app, [*path, option, value])
             assert refused.exit_code == 2, (path, option, value)
             assert f"Invalid value for '{option}'" in re.sub(r"[│\s]+", " ", refused.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", [("receipt", "show"), ("broker", "dead", "accept"), ("submit",), ("--no-such",), ()]
+)
+def test_an_argument_that_is_no_utf8_is_one_sentence_whatever_the_command(
+    home: Path, words: tuple[str, ...]
+) -> None:
+    done = fabric(*words, "a\udcff", "--json")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert json.loads(done.stdout)["error"]["kind"] == "UsageError"
+    assert "'a\\udcff' is not UTF-8" in done.stderr

@@ -116,6 +116,15 @@ def test_only_index_parameters_can_be_overridden(store, tmp_path, receipt):
         receipts.rebuild(store, tmp_path, receipt.receipt_id, overrides={"colour": 1})
 
 
+@pytest.mark.parametrize("name", ["seed", "lists", "iterations", "lists_per_block"])
+@pytest.mark.parametrize("value", [1 << 70, -99999999999999999999])
+def test_a_parameter_that_no_column_holds_is_refused_in_words(
+    store, tmp_path, receipt, name, value
+):
+    with pytest.raises(UsageError, match=name):
+        receipts.rebuild(store, tmp_path, receipt.receipt_id, overrides={name: value})
+
+
 def test_a_receipt_that_was_changed_is_not_rebuilt(store, tmp_path, receipt):
     row = store.receipts[receipt.receipt_id]
     statement = dict(row.statement)
@@ -123,6 +132,32 @@ def test_a_receipt_that_was_changed_is_not_rebuilt(store, tmp_path, receipt):
     store.receipts[receipt.receipt_id] = dataclasses.replace(row, statement=statement)
     with pytest.raises(SchemaError, match="changed after it was issued"):
         receipts.rebuild(store, tmp_path, receipt.receipt_id)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"token": "1/../../../escaped"},
+        {"generation": "1"},
+        {"shard": "../escaped"},
+        {"token": -1},
+        {"increment": []},
+        {"increment": {"parent_generation": "../x"}},
+    ],
+)
+def test_a_receipt_names_no_folder_but_one_of_a_generation(store, tmp_path, receipt, told):
+    other = dataclasses.replace(receipt, outputs={**receipt.outputs, **told})
+    row = dataclasses.replace(
+        store.receipts[receipt.receipt_id],
+        receipt_id=other.receipt_id,
+        statement=other.to_statement(),
+    )
+    store.receipts[other.receipt_id] = row
+    root = tmp_path / "shards" / "below"
+    root.mkdir(parents=True)
+    with pytest.raises(SchemaError, match=r"is no receipt of outputs: .* issue the receipt again"):
+        receipts.rebuild(store, root, other.receipt_id)
+    assert [path for path in tmp_path.rglob("*") if "escaped" in path.name] == []
 
 
 def refreshed(store, tmp_path):
