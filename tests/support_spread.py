@@ -16,8 +16,9 @@ WHOLE_FABRICS = re.compile(
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A process that dies costs the test it ran and nothing else: its other tests run in the next one.
 
-    The scheduler underneath would run that test again, and hands on finished files too: a process that is sent one of those has
-    nothing to report, is sent nothing more, and the run never ends (xdist 3.8)."""
+    The scheduler underneath (xdist 3.8) would run that test again, and leaves runs that never end: it hands on finished files,
+    of which a process has nothing to report, and is sent nothing more; and a new process gets one file, whose only test waits for
+    a second one or for the end."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -37,3 +38,18 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
                 del work[scope]
         super().remove_node(node)
         return died_in
+
+    def _reschedule(self, node: Any) -> None:
+        if (
+            node not in self.registered_collections
+        ):  # a new process, which is asked again once it has collected
+            return
+        super()._reschedule(node)
+        while (
+            self.workqueue
+            and not node.shutting_down
+            and self._pending_of(self.assigned_work[node]) < 2
+        ):
+            super()._reschedule(node)
+        if not self.workqueue:
+            super()._reschedule(node)  # which tells it that nothing will follow
