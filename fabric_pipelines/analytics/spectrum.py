@@ -15,6 +15,8 @@ from fabric_pipelines.analytics.stacks import Members, Stack
 from fabric_pipelines.analytics.sweeps import Spectra, Sweeps
 
 CODING_ERROR = 0.5  # epsilon of the coding rate: distortion allowed, in the unit of the rows
+LOST = 1e-6  # of a logarithm of a determinant
+EPSILON = float(np.finfo(np.float64).eps)
 NUDGE = 1e-10  # of the largest eigenvalue: the shift of inverse iteration, far above its rounding
 SAME = 1e-9  # of a trace that is known: further from it, a device has lost something
 AXIS_RESIDUAL = 1e-7  # |Gv - lv| / l above which the axis is taken from a full decomposition
@@ -188,10 +190,16 @@ def _entropy(values: F64) -> F64:
 
 
 def _log_det(moment: F64, growth: float) -> F64:
-    """ln det(I + growth x moment), by factorisation: no eigenvalues are needed."""
-    size = moment.shape[1]
-    factor = np.linalg.cholesky(growth * moment + np.eye(size))
-    log_det: F64 = 2.0 * np.log(np.einsum("gii->gi", factor)).sum(axis=1)
+    """ln det(I + growth x moment). By factorisation, which needs no eigenvalues; by those where rounding beside rows far from the
+    origin, or of fewer dimensions than they have, would be more than LOST."""
+    count, size, _ = moment.shape
+    near = growth * np.einsum("gii->g", moment) * size * EPSILON <= LOST
+    log_det = np.empty(count)
+    factor = np.linalg.cholesky(growth * moment[near] + np.eye(size))
+    log_det[near] = 2.0 * np.log(np.einsum("gii->gi", factor)).sum(axis=1)
+    values = np.linalg.eigvalsh(moment[~near])
+    values[values <= size * EPSILON * values[:, -1:]] = 0.0  # nothing but rounding of the largest
+    log_det[~near] = np.log1p(growth * values).sum(axis=1)
     return log_det
 
 

@@ -99,7 +99,10 @@ def look(webserver: str) -> Look:
 
     def looked(path: str, *, picture: Path | None = None) -> str:
         shown = ["--dump-dom"] if picture is None else [f"--screenshot={picture}"]
-        with tempfile.TemporaryDirectory(prefix="fabric-look-") as profile:
+        with tempfile.TemporaryDirectory(
+            prefix="fabric-look-",
+            ignore_cleanup_errors=True,  # a child of the browser may still write there
+        ) as profile:
             command = [
                 program, *OFFLINE, f"--user-data-dir={profile}",
                 f"--virtual-time-budget={BUDGET_MS}", *shown, f"{webserver}{path}",

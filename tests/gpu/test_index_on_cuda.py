@@ -187,6 +187,29 @@ def test_what_has_no_kernels_or_was_not_asked_for_by_name_is_refused() -> None:
     assert index.search(np.ones((1, 3)), 1).found.tolist() == [0]
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_card_without_room_refuses_each_search_until_there_is_some(
+    opening: Card, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    def no_room(size: int, what: str, remedy: str) -> None:
+        raise DeviceRefused(f"{what} takes {size:,} bytes: {remedy}")
+
+    rows = door.clustered(300, 12)
+    index, twin = (build(rows, kind, "l2", backend) for backend in ("cuda", "cpu"))
+    for grown in (False, True):
+        if grown:  # what lies on the card is too small now
+            for one in (index, twin):
+                one.add(rows[:200] + 1, np.arange(200) + 10_000)
+        else:
+            index.use("cuda", unproven=True)
+        with monkeypatch.context() as full:
+            full.setattr(type(opening), "require_memory", staticmethod(no_room))
+            for _ in range(2):
+                with pytest.raises(DeviceRefused, match="use the cpu backend"):
+                    index.search(rows[:3], 4)
+        assert same(index.search(rows[:3], 4), twin.search(rows[:3], 4))
+
+
 def test_the_benchmark_finds_the_same_on_a_card(opening: Card) -> None:
     xb, xq = door.clustered(300, 12), door.clustered(9, 12, seed=4)
     skip = ["lattice, 2 bits"]

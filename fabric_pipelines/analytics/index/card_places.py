@@ -60,7 +60,14 @@ class Places(ABC):
             rooms = self.rooms(sizes)
             self.start = np.concatenate([[0], np.cumsum(rooms)]).astype(np.int64)
             self._held = [None] * len(rooms)
-            self.lay_out()
+            try:
+                self.lay_out()
+            except BaseException:
+                self.start, self._version = (
+                    np.zeros(1, np.int64),
+                    -1,
+                )  # nothing lies there, so the next search asks again
+                raise
         self.slot_of = np.full(int(self.start[-1]), -1, np.int64)
         for number, size in enumerate(sizes.tolist()):
             one, first = self.lists[number], int(self.start[number])

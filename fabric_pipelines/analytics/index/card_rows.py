@@ -10,6 +10,7 @@ import numpy.typing as npt
 from fabric_pipelines.analytics import kernels_scans as scans
 from fabric_pipelines.analytics.index.card_places import (
     REMEDY,
+    WORK_BYTES,
     Places,
     Proposed,
     nothing,
@@ -65,8 +66,13 @@ class CardRows(Places):
         self.card.trim()
         if self._block is None and places >= scans.ROWS_MAX:
             raise DeviceRefused(f"lists of {places:,} rows: the scan numbers 2^32: {REMEDY}")
+        launch = (
+            WORK_BYTES if self._block is None else 0
+        )  # an exact scan has its memory from the start
         self.card.require_memory(
-            bytes_needed(places, len(self.start), dim), f"an index of {places:,} rows", REMEDY
+            bytes_needed(places, len(self.start), dim) + launch,
+            f"an index of {places:,} rows",
+            REMEDY,
         )
         self._rows = self.card.empty((places, dim), np.float32)
         self._length = self.card.empty(places, np.float32)
@@ -198,5 +204,5 @@ def bounds(distance: Floats, reach: F64, dim: int, metric: Metric) -> tuple[F64,
 
 
 def bytes_needed(places: int, lists: int, dim: int) -> int:
-    """Device memory of a copy and of searches on it, what one launch leaves for the next included."""
+    """Device memory of a copy and of exact searches on it; scans of lists take up to WORK_BYTES more."""
     return places * (4 * dim + 4 + 8) + 8 * lists + workspace_bytes(places, dim)

@@ -17,7 +17,7 @@ from vendi_score import vendi
 
 from fabric_pipelines.analytics.csr import Csr
 from fabric_pipelines.analytics.dip import dip
-from fabric_pipelines.analytics.health import HealthTable, Metric
+from fabric_pipelines.analytics.health import HealthTable, Metric, measure
 from tests.unit.analytics.edges import good_rows, table, value
 
 CASES = [(3, 1), (3, 40), (25, 2), (60, 7), (60, 129), (200, 33), (300, 768), (700, 5)]
@@ -91,6 +91,22 @@ def test_coding_rate_equals_the_determinant_of_its_paper(
     sign, log_det = np.linalg.slogdet(np.eye(dim) + dim / (size * 0.25) * rows.T @ rows)
     assert sign == 1
     assert value(found, "coding_rate") == pytest.approx(log_det / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e4, 1e6, 1e9])
+def test_coding_rate_of_rows_on_one_line_is_that_of_their_one_eigenvalue(scale: float) -> None:
+    """Beside it a factorisation loses the identity: from a scale of some 1e5 there is no factor."""
+    rng = np.random.default_rng(0)
+    lengths, axis = rng.integers(1, 256, (200, 1)), rng.integers(1, 3, (1, 784))
+    rows = (lengths * axis * scale).astype(np.float32)
+    table = measure(
+        np.concatenate([rows, rng.standard_normal((50, 784), dtype=np.float32)]),
+        np.array([0, 200, 250]), np.arange(250), metric="l2", only=["coding_rate"],
+    )  # fmt: skip
+    growth, greatest = 784 / 0.25, (rows.astype(np.float64) ** 2).sum() / 200
+    expected = 0.5 * np.log1p(growth * greatest)
+    assert table.readings["coding_rate"].value[0] == pytest.approx(expected, rel=2e-5)
+    assert np.isfinite(table.readings["coding_rate"].value[1])
 
 
 @pytest.mark.parametrize(("size", "dim"), [case for case in CASES if case[1] > 1])
