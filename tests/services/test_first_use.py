@@ -172,7 +172,8 @@ def test_a_server_too_old_is_refused_by_its_version(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the connection: no server below 15 can be installed here."""
-    old: Any = SimpleNamespace(info=SimpleNamespace(server_version=140_011), close=lambda: None)
+    told = SimpleNamespace(server_version=140_011, parameter_status=lambda name: "UTF8")
+    old: Any = SimpleNamespace(info=told, close=lambda: None)
     monkeypatch.setattr(psycopg, "connect", lambda *_, **__: old)
     url = "postgresql://me:secret@db.example/x"
     said = CliRunner().invoke(cli.app, ["--set", f"pg_url={url}", "db", "status"])
