@@ -28,6 +28,7 @@ from fabric_pipelines.testing.broker_bench import (
     submission_of,
     tasks_of,
 )
+from tests.support import eventually
 
 PULL_ROWS = 50
 TASKS = {"hidden_states": 400, "generate": 120, "own": 90}
@@ -139,9 +140,14 @@ def test_two_functions_land_and_retire_while_a_backlog_of_the_third_waits_before
         else:
             owner.execute(REFUSES.encode())
             owner.execute(CLOSED.encode())
-        for _ in range(14):
+
+        def others_are_done() -> bool:
+            """In steps, of which one ends while a trial waits for its lock."""
             assert loop.step(wait_s=0) == 0
             clock.seconds += 0.1
+            return sum(done(broker).values()) >= 210 and WAITS in loop.waiting
+
+        eventually(others_are_done, within_s=60, what="two functions to land")
         assert done(broker) == {WAITS: 0, "generate": 120, "own": 90}
         assert set(loop.waiting) == {WAITS}
         holder = f"held by pid {owner.info.backend_pid} (fabric"
@@ -152,9 +158,12 @@ def test_two_functions_land_and_retire_while_a_backlog_of_the_third_waits_before
             "commit" if trouble == "locked" else f"drop trigger t on fabric.{WAITS}".encode()
         )
     clock.seconds += PAUSE_MOST_S
-    for _ in range(12):
+
+    def all_is_done() -> bool:
         loop.step(wait_s=0)
-    assert (done(broker), loop.waits_for) == (TASKS, "")
+        return done(broker) == TASKS and not loop.waits_for
+
+    eventually(all_is_done, within_s=60, what="the function that waited to land")
     counts = results.counts(database)
     assert (counts[WAITS], counts["generate"], counts["results"]) == tuple(TASKS.values())
     assert broker.owner.core.counters["duplicates"] == 0
