@@ -4,11 +4,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fabric_pipelines.analytics import kernels
+from fabric_pipelines.analytics import kernels, kernels_moments
 from fabric_pipelines.analytics.health import Status, measure
 from fabric_pipelines.errors import CheckFailed, DeviceRefused, MissingDependency
 from fabric_pipelines.testing import host_gpu
@@ -179,6 +180,29 @@ def test_dimensions_that_spectra_drop_past_128_make_their_metrics_corrupt(
         status = table.readings["effective_rank"].status
         assert np.flatnonzero(status == Status.CORRUPT).tolist() == expected
         assert {"P3 and P6"}.issubset(table.disagreements) == bool(expected)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_matrix_whose_kernel_says_it_failed_makes_its_cluster_corrupt_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, centred: bool
+) -> None:
+    honest = kernels_moments.shapes
+
+    def failed(*given: Any, **how: Any) -> Any:
+        found = honest(*given, **how)
+        if how["centred"] == centred:
+            found.status[1] = 1
+        return found
+
+    monkeypatch.setattr(kernels, "Gpu", lambda ordinal: HostGpu(CUDA, BUILD))
+    monkeypatch.setattr(kernels_moments, "shapes", failed)
+    rows = np.random.default_rng(0).standard_normal((90, 6), dtype=np.float32)
+    table = measure(
+        rows, np.array([0, 30, 60, 90]), np.arange(90), metric="l2", backend="cuda",
+        only=["effective_rank"], unproven=True,
+    )  # fmt: skip
+    status = table.readings["effective_rank"].status
+    assert status.tolist() == [Status.OK, Status.CORRUPT, Status.OK]
 
 
 def test_a_shuffle_that_some_lanes_skip_is_named_with_its_line(planted: Planted) -> None:
