@@ -50,15 +50,6 @@ struct Memory {
   alignas(16) double values[2 * S::kOperand];
 };
 
-template <class S>
-__device__ __forceinline__ void team_sync() {
-  if constexpr (S::kTeam == kWarp) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
-}
-
 struct Source {
   const float* rows;
   const double* weight;

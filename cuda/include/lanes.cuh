@@ -15,6 +15,16 @@ constexpr int kBlocksPerSm = 3;
 constexpr int kWarp = 32;
 constexpr unsigned kFull = 0xffffffffu;
 
+// A team is a warp or a block; S::kTeam says how many threads.
+template <class S>
+__device__ __forceinline__ void team_sync() {
+  if constexpr (S::kTeam == kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
 __device__ __forceinline__ int64_t warp_index() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
 }

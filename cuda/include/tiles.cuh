@@ -66,15 +66,6 @@ struct TileMemory {
 };
 
 template <class S>
-__device__ __forceinline__ void team_sync() {
-  if constexpr (S::kTeam == kWarp) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
-}
-
-template <class S>
 __device__ __forceinline__ int team_thread() {
   return threadIdx.x % S::kTeam;
 }

@@ -69,6 +69,7 @@ PORT = 5432
 _EMBEDDED = re.compile(rf"postgresql://{SUPERUSER}@/{DATABASE}\?host=[^&]+&port={PORT}")
 RECOVERY_S = 120.0
 USERS = "postgres.users"
+LOCK_LOOK_S = 0.05  # flock by itself has no time limit and says nothing while it waits
 PATIENCE_S = 3600.0
 """The foreground process waits so long: ending a recovery only makes the next start recover from the beginning."""
 STOP_S = 60.0
@@ -363,7 +364,7 @@ def _join(server: EmbeddedPostgres, users: IO[str]) -> bool:
                 f"another process starts or stops the Postgres of {server.place.data}, which did not answer within "
                 f"{RECOVERY_S:.0f} s: try again"
             )
-        time.sleep(0.05)
+        time.sleep(LOCK_LOOK_S)
 
 
 def _await_last(users: IO[str], say: Say) -> None:
@@ -375,7 +376,7 @@ def _await_last(users: IO[str], say: Say) -> None:
                 "other commands use the embedded Postgres that this one started: waiting for them to end"
             )
         said = True
-        time.sleep(0.05)
+        time.sleep(LOCK_LOOK_S)
 
 
 def _locked(file: IO[str], kind: int) -> bool:

@@ -108,7 +108,9 @@ def asked(
         yield
     except FabricError:
         raise
-    except Exception as fault:
+    except (
+        Exception
+    ) as fault:  # of boto, aiohttp or the file system: what is none of theirs goes on as it is
         found = _translated(fault, f"cannot {doing} {where}", where, otherwise)
         if found is None:
             raise

@@ -11,7 +11,7 @@ from fabric_pipelines.analytics import kernels
 from fabric_pipelines.analytics.plan import PASSES
 from fabric_pipelines.bench import health
 from fabric_pipelines.testing.host_gpu import HostGpu
-from tests.support import eventually
+from tests.support import eventually, skip_or_fail
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,9 +51,10 @@ def test_rows_do_not_depend_on_how_many_cores_drew_them(monkeypatch: pytest.Monk
     assert np.abs(around - others).max() > 0.5, "a cluster has a centre of its own"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_card_has_its_passes_and_its_name_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stand-in, whose speed means nothing."""
+    if shutil.which("g++") is None:
+        skip_or_fail("a C++ compiler for the kernels")
     card = HostGpu(ROOT / "cuda", ROOT / "build" / "host_cuda")
     monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
     monkeypatch.setattr(health, "_card", lambda where: {"name": card.name, "driver": "none"})
