@@ -1,88 +1,78 @@
-"""Kernel families on one card: GB/s beside the copy rate of the same card in the same run.
+"""Kernel families on one card, beside the copy rate and the rates of matrix products of the same card in the same run.
 
-`python -m fabric_pipelines.bench.kernels [--json PATH] [ROWSxDIM ...]`. Bytes are the least a family must move
-(each input once, each output once); times are medians over rounds that alternate between copy and kernels.
-Data is random: zeros can run faster than anything real. The card's settings are left as they are.
-
-Families that compute more than they move (csr_syrk, spectrum) stand in a table of their own beside a floor in milliseconds: the greater of
-their arithmetic at the card's rate and of their bytes at the copy rate. The rates are NVIDIA's of an H200 in float64, so on another card
-the floors are of that one.
+`python -m fabric_pipelines.bench.kernels [--only FAMILY,...] [--json PATH] [ROWSxDIM ...]`: the ceilings, the families of
+kernels_tiles, then the row sweeps of each shape. Bytes are the least a family must move (each input once, each output once); times
+are medians over rounds that alternate with the ceilings. Data is random: zeros can run faster than anything real. The card's
+settings are left as they are. A family that fails or hangs is a line with its fault, and the program ends with 1 after the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from fabric_pipelines.analytics import kernels
-from fabric_pipelines.analytics import kernels_moments as moments
-from fabric_pipelines.analytics.csr import I64, Csr
+from fabric_pipelines.analytics.csr import Csr
 from fabric_pipelines.analytics.health import measure
+from fabric_pipelines.bench import kernels_tiles
+from fabric_pipelines.bench.kernels_run import (
+    COPY,
+    Case,
+    Ceilings,
+    Item,
+    Line,
+    random_rows,
+    send,
+    supervised,
+    work_through,
+)
 from fabric_pipelines.device.card import DeviceArray
 from fabric_pipelines.device.cubins import read_manifest
-from fabric_pipelines.device.gpu import Gpu
-from fabric_pipelines.errors import UsageError
+from fabric_pipelines.device.gpu import Gpu, Timing
+from fabric_pipelines.errors import DeviceRefused, MissingDependency, UsageError
+from fabric_pipelines.named_file import beside
+from fabric_pipelines.testing.host_gpu import HostGpu
 
 DEFAULT_SHAPES = ("10000000x128", "4000000x768", "20000000x32", "10000000x127", "1000000x4096")
+TINY_SHAPES = ("120x8",)
 ROWS_A_CLUSTER = 1000
-ROUNDS, REPEATS = 4, 5
-PIECE_ROWS = 1 << 16  # random rows made on the host, then repeated on the card by copies
-COPY = "copy device to device"
-DENSE_ROWS = (
-    1 << 18
-)  # whose moments are timed: one wave of matrices, read from the start of the store
-F64_FLOP, F64_UNITS_FLOP = 34e12, 67e12  # a second, of an H200 by its data sheet
-STURM_FLOP = 53 * 4  # halvings of an eigenvalue, and a step of a count
-LISTS_ROWS, LISTS_WIDTH = (
-    1 << 20,
-    20,
-)  # the neighbour graph's lists are made on the host, so for no more rows
+ITEM_SECONDS, TOTAL_SECONDS = 30.0, 110.0
+ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    what: str
-    rows: int
-    dim: int
-    size: int
-    median_ms: float
-    spread: float
-    gb_per_s: float
-    share_of_copy: float
+class Rehearsal(HostGpu):
+    """The host stand-in with a clock, whose times mean nothing, and without a library of matrix products."""
 
+    def matrix_product(
+        self,
+        left: DeviceArray,
+        right: DeviceArray,
+        out: DeviceArray,
+        mode: str,
+        *,
+        add: bool = False,
+    ) -> None:
+        raise DeviceRefused(f"no card: the rate of {mode} products is one of a card")
 
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """Least flop and bytes of what `queue` does to so many matrices, and the flop a second that a card has for it."""
-
-    matrices: int
-    flop: float
-    size: int
-    ceiling: float
-    queue: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLine:
-    what: str
-    rows: int
-    dim: int
-    matrices: int
-    flop: float
-    size: int
-    median_ms: float
-    spread: float
-    tflop_per_s: float
-    floor_ms: float
-    share_of_floor: float
+    def time(self, work: Callable[[], object], *, repeats: int, warm_up: int = 3) -> Timing:
+        del warm_up
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            work()
+            marks.append(time.perf_counter())
+        return Timing(tuple(1e3 * taken for taken in np.diff(marks).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +80,18 @@ class Load:
     """Random rows in clusters of random sizes, all on the card."""
 
     rows: DeviceArray
-    target: DeviceArray
     weight: DeviceArray
     indptr: DeviceArray
     centroid: DeviceArray
     admitted: tuple[DeviceArray, DeviceArray, DeviceArray]
-    flag: DeviceArray
-    ids: DeviceArray
-    size: DeviceArray
-    share: DeviceArray
-    start: DeviceArray
-    lists: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]
 
     @classmethod
-    def draw(cls, gpu: Gpu, count: int, dim: int) -> Load:
+    def draw(cls, gpu: Any, count: int, dim: int) -> Load:
         rng = np.random.default_rng(0)
-        piece = gpu.upload(rng.standard_normal((min(count, PIECE_ROWS), dim), dtype=np.float32))
-        rows, target = gpu.empty((count, dim), np.float32), gpu.empty((count, dim), np.float32)
-        for start in range(0, count, PIECE_ROWS):
-            stop = min(start + PIECE_ROWS, count)
-            gpu.copy(rows[start:stop], piece[: stop - start])
         inner = np.sort(rng.integers(0, count + 1, max(0, count // ROWS_A_CLUSTER - 1)))
         indptr = np.concatenate([[0], inner, [count]]).astype(np.int64)
         return cls(
-            rows=rows,
-            target=target,
+            rows=random_rows(gpu, count, dim),
             weight=gpu.upload(rng.uniform(0.5, 1.0, count)),
             indptr=gpu.upload(indptr),
             centroid=gpu.upload(rng.standard_normal((len(indptr) - 1, dim))),
@@ -123,155 +100,88 @@ class Load:
                 gpu.empty(count, np.uint8),
                 gpu.empty((count, 2), np.uint64),
             ),
-            flag=gpu.upload(np.zeros(count, np.uint8)),
-            ids=gpu.upload(np.arange(count)),
-            size=gpu.upload(np.diff(indptr)),
-            share=gpu.upload(np.array([0.5, 0.95, 0.99])),
-            start=gpu.upload(rng.integers(0, 2, count, np.uint8)),
-            lists=_lists(gpu, indptr[indptr <= LISTS_ROWS]),
         )
 
 
-def _lists(gpu: Gpu, indptr: I64) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
-    """Neighbours that are the next rows of a cluster, round its end, with rising distances; flags and borders."""
-    sizes, count = np.diff(indptr), int(indptr[-1])
-    first, size = np.repeat(indptr[:-1], sizes)[:, None], np.repeat(sizes, sizes)[:, None]
-    step = np.arange(1, LISTS_WIDTH + 1)
-    row = first + (np.arange(count)[:, None] - first + step) % np.maximum(size, 1)
-    row[step >= size] = -1
-    distance = np.sort(np.random.default_rng(2).random(row.shape), axis=1)
-    flag = np.zeros(count, np.uint8)
-    return (
-        gpu.upload(row.astype(np.int32)),
-        gpu.upload(distance),
-        gpu.upload(flag),
-        gpu.upload(indptr),
-    )
-
-
-def work(gpu: Gpu, load: Load) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Name -> (least bytes, what to queue)."""
-    count, dim = load.rows.shape
+def sweeps(count: int, dim: int, card: Any) -> Iterator[Case]:
+    load = Load.draw(card, count, dim)
     clusters = len(load.indptr) - 1
     row_bytes, centroid_bytes = 4 * count * dim, 8 * clusters * dim
     base = (load.rows, load.weight, load.indptr)
-    return {
-        COPY: (2 * row_bytes, lambda: gpu.copy(load.target, load.rows)),
-        "row_admit": (
+    queued: tuple[tuple[str, int, Callable[[], object]], ...] = (
+        (
+            "row_admit",
             row_bytes + 25 * count,
-            lambda: kernels.row_admit_into(gpu, load.rows, 1e-12, load.admitted),
+            lambda: kernels.row_admit_into(card, load.rows, 1e-12, load.admitted),
         ),
-        "csr_centroid": (
+        (
+            "csr_centroid",
             row_bytes + 8 * count + centroid_bytes,
-            lambda: kernels.csr_centroid(gpu, *base),
+            lambda: kernels.csr_centroid(card, *base),
         ),
-        "csr_radius": (
+        (
+            "csr_radius",
             row_bytes + 16 * count + centroid_bytes,
-            lambda: kernels.csr_radius(gpu, *base, load.centroid),
+            lambda: kernels.csr_radius(card, *base, load.centroid),
         ),
-        "csr_reduce": (
-            9 * count,
-            lambda: kernels.csr_reduce(gpu, load.weight, load.flag, load.ids, load.indptr),
-        ),
-        "csr_select quantiles": (
-            9 * count,
-            lambda: kernels.csr_quantiles(gpu, load.weight, load.flag, load.indptr, load.share),
-        ),
-        "csr_select copies": (
-            40 * count,
-            lambda: kernels.csr_copies(gpu, load.admitted[2], load.indptr),
-        ),
-        "knn_graph": (
-            (12 * LISTS_WIDTH + 60) * len(load.lists[0]),
-            lambda: kernels.knn_graph(gpu, *load.lists, 10),
-        ),
-        "two_means, one round": (
-            2 * row_bytes + 16 * clusters * dim,
-            lambda: kernels.two_means(gpu, *base, load.centroid, load.size, load.start, rounds=1),
-        ),
-    }
+    )
+    for name, size, queue in queued:
+        card.forget()
+        queue()
+        yield Case(f"{name} {count:,} x {dim:,}", COPY, size, card.again())
 
 
-def dense(gpu: Gpu, load: Load) -> dict[str, Dense]:
-    """Moments of the first clusters of the store and the spectra of those."""
-    dim = load.rows.shape[1]
-    indptr = gpu.download(load.indptr)
-    bounds = indptr[indptr <= max(DENSE_ROWS, indptr[1])]
-    size = np.diff(bounds)
-    wave = next(moments.waves(bounds[:-1], size, dim))
-    place = gpu.upload(np.arange(bounds[-1]))
-    store = moments.Store(load.rows, load.weight, place, load.centroid)
-    matrices = moments.csr_syrk(gpu, store, wave, centred=True)
-    copied = gpu.empty(matrices.shape, np.float64)
-
-    def decompose() -> None:
-        gpu.copy(copied, matrices)  # a spectrum overwrites them
-        moments.spectrum(gpu, copied, wave, 4.0 * dim, axes=True)
-
-    own, side = wave.list[:, 2], wave.side.astype(np.float64)
-    count, squares, cubes = len(side), float((side**2).sum()), float((side**3).sum())
-    flop, read = float((own * dim * side).sum()), int(4 * dim * own.sum() + 8 * squares)
-    return {
-        "csr_syrk": Dense(
-            count, flop, read, F64_FLOP,
-            lambda: moments.csr_syrk(gpu, store, wave, centred=True),
-        ),
-        "csr_syrk, matrix units": Dense(
-            count, flop, read, F64_UNITS_FLOP,
-            lambda: moments.csr_syrk(gpu, store, wave, centred=True, units=True),
-        ),
-        "spectrum": Dense(
-            count, 4 / 3 * cubes + STURM_FLOP * squares, int(8 / 3 * cubes), F64_FLOP, decompose
-        ),
-    }  # fmt: skip
-
-
-def run_dense(gpu: Gpu, load: Load, copy_gb_per_s: float) -> list[DenseLine]:
-    count, dim = load.rows.shape
-    lines = []
-    for name, each in dense(gpu, load).items():
-        taken = gpu.time(each.queue, repeats=REPEATS, warm_up=1)
-        floor_ms = 1e3 * max(each.flop / each.ceiling, each.size / copy_gb_per_s / 1e9)
-        lines.append(
-            DenseLine(
-                what=name,
-                rows=count,
-                dim=dim,
-                matrices=each.matrices,
-                flop=each.flop,
-                size=each.size,
-                median_ms=taken.median_ms,
-                spread=taken.spread,
-                tflop_per_s=each.flop / taken.median_ms / 1e9,
-                floor_ms=floor_ms,
-                share_of_floor=floor_ms / taken.median_ms,
-            )
-        )
-    return lines
-
-
-def run_shape(gpu: Gpu, load: Load) -> list[Line]:
-    count, dim = load.rows.shape
-    todo = work(gpu, load)
-    times: dict[str, list[float]] = {name: [] for name in todo}
-    for _ in range(ROUNDS):
-        for name, (_size, queue) in todo.items():
-            times[name] += gpu.time(queue, repeats=REPEATS, warm_up=2).repeats_ms
-    median = {name: statistics.median(taken) for name, taken in times.items()}
-    rate = {name: size / median[name] / 1e6 for name, (size, _queue) in todo.items()}
-    return [
-        Line(
-            what=name,
-            rows=count,
-            dim=dim,
-            size=size,
-            median_ms=median[name],
-            spread=(max(times[name]) - min(times[name])) / median[name],
-            gb_per_s=rate[name],
-            share_of_copy=rate[name] / rate[COPY],
-        )
-        for name, (size, _queue) in todo.items()
+def every_item(
+    card: Any, shapes: Sequence[str], only: Sequence[str], scale: kernels_tiles.Scale
+) -> tuple[Ceilings, list[Item]]:
+    """`only`: families, none for all; the ceilings always come along."""
+    ceilings = Ceilings(card, scale.side, scale.copy_bytes)
+    rows = [
+        Item("sweeps", f"sweeps {shape}", partial(sweeps, *parse_shape(shape))) for shape in shapes
     ]
+    found = [*kernels_tiles.items(scale), *rows]
+    families = list(dict.fromkeys(item.family for item in found))
+    unknown = sorted(set(only) - set(families))
+    if unknown:
+        raise UsageError(f"no family {', '.join(unknown)}: --only takes {', '.join(families)}")
+    chosen = [item for item in found if not only or item.family in only]
+    return ceilings, [*ceilings.items(), *chosen]
+
+
+def serve(
+    pipe: Connection, labels: Sequence[str], shapes: Sequence[str], only: Sequence[str]
+) -> None:
+    """One process and its card: see supervised."""
+    try:
+        gpu = Gpu()
+    except (DeviceRefused, MissingDependency) as fault:
+        send(pipe, "refused", str(fault))
+        return
+    send(pipe, "told", gpu.identity.as_json())
+    ceilings, found = every_item(gpu, shapes, only, kernels_tiles.Scale())
+    left = [item for item in found if item.label in labels]
+    whole = work_through(
+        gpu,
+        left,
+        ceilings,
+        lambda line: send(pipe, "line", asdict(line)),
+        lambda label: send(pipe, "done", label),
+    )
+    if not whole:
+        send(pipe, "lost", "")
+
+
+def begun(
+    labels: Sequence[str], shapes: Sequence[str], only: str
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process of this program that serves, and the end of the pipe on which it tells."""
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-m", "fabric_pipelines.bench.kernels", f"--only={only}"]
+    process = subprocess.Popen(
+        [*command, f"--serve={theirs}", f"--labels={json.dumps(labels)}", *shapes], pass_fds=(theirs,)
+    )  # fmt: skip
+    os.close(theirs)
+    return process, Connection(ours, writable=False)
 
 
 def run_health(count: int = 1_000_000, dim: int = 128, clusters: int = 1000) -> dict[str, Any]:
@@ -291,22 +201,29 @@ def run_health(count: int = 1_000_000, dim: int = 128, clusters: int = 1000) -> 
     return {"rows": count, "dim": dim, "clusters": clusters, "pass_seconds": seconds}
 
 
-def table(lines: Sequence[Line]) -> str:
-    head = f"{'what':<24}{'rows':>12}{'dim':>6}{'ms':>10}{'spread':>8}{'GB/s':>8}{'of copy':>9}\n"
-    return head + "".join(
-        f"{line.what:<24}{line.rows:>12,}{line.dim:>6}{line.median_ms:>10.3f}{line.spread:>8.1%}"
-        f"{line.gb_per_s:>8.0f}{line.share_of_copy:>9.1%}\n"
-        for line in lines
-    )
+HEAD = (
+    f"{'what':<64}{'mode':<13}{'ms':>10}{'spread':>8}{'rate':>9}{'ceiling':>9}{'share':>8}"
+    f"{'GB/s':>8}{'floor ms':>10}{'t/floor':>9}\n"
+)
 
 
-def dense_table(lines: Sequence[DenseLine]) -> str:
-    head = f"{'what':<24}{'matrices':>10}{'dim':>6}{'ms':>10}{'spread':>8}{'TFLOP/s':>9}{'floor ms':>10}{'of floor':>10}\n"
-    return head + "".join(
-        f"{line.what:<24}{line.matrices:>10,}{line.dim:>6}{line.median_ms:>10.3f}{line.spread:>8.1%}"
-        f"{line.tflop_per_s:>9.1f}{line.floor_ms:>10.3f}{line.share_of_floor:>10.1%}\n"
-        for line in lines
+def text_of(line: Line) -> str:
+    """rate and ceiling: GB/s where the mode is a copy's, TFLOP/s elsewhere."""
+    if line.fault:
+        return f"{line.what:<64}FAILED: {line.fault}\n"
+    if line.median_ms is None or line.spread is None:
+        return f"{line.what:<64}{line.mode:<13}not measured: {line.note}\n"
+    share = "-" if line.share is None else f"{line.share:.1%}"
+    body = (
+        f"{line.what:<64}{line.mode:<13}{line.median_ms:>10.3f}{line.spread:>8.1%}"
+        f"{_shown(line.rate):>9}{_shown(line.ceiling):>9}{share:>8}{_shown(line.gb_per_s):>8}"
+        f"{_shown(line.floor_ms, 3):>10}{_shown(line.times_floor, 2):>9}"
     )
+    return body + (f"  ({line.note})\n" if line.note else "\n")
+
+
+def _shown(number: float | None, digits: int = 1) -> str:
+    return "-" if number is None else f"{number:,.{digits}f}"
 
 
 def health_table(health: dict[str, Any]) -> str:
@@ -327,45 +244,89 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(count), int(dim)
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fabric_pipelines.bench.kernels")
-    parser.add_argument("shapes", nargs="*", default=DEFAULT_SHAPES)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    lines: list[Line] = []
-    matrices: list[DenseLine] = []
-    with Gpu() as gpu:
-        identity = gpu.identity
-        sys.stdout.write(f"{identity.name}, driver {identity.driver}, {identity.architecture}\n")
-        for shape in options.shapes:
-            load = Load.draw(gpu, *parse_shape(shape))
-            found = run_shape(gpu, load)
-            sys.stdout.write(table(found))
-            products = run_dense(gpu, load, found[0].gb_per_s)
-            sys.stdout.write(dense_table(products))
-            sys.stdout.flush()
-            lines += found
-            matrices += products
-            del load, found, products  # before the next one is drawn
-    health = run_health()
-    sys.stdout.write(health_table(health))
-    if options.json:
+@dataclass(slots=True)
+class Report:
+    """Lines go out as they come, and the file is written anew after each, so that a machine that is taken away leaves both."""
+
+    path: Path | None
+    device: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    health: dict[str, Any] | None = None
+
+    def told(self, device: dict[str, Any]) -> None:
+        if not self.device:
+            _out(f"{device['name']}, driver {device.get('driver', '-')}\n{HEAD}")
+        self.device = device
+
+    def say(self, line: Line) -> None:
+        self.lines.append(line)
+        _out(text_of(line))
+        self.save()
+
+    def save(self) -> None:
+        if self.path is None:
+            return
         cubins = {
             cubin.family: cubin.sha256
             for cubin in read_manifest().cubins
-            if cubin.arch == identity.architecture
+            if cubin.arch == self.device.get("architecture")
         }
-        report = {
-            "device": identity.as_json(),
+        whole = {
+            "device": self.device,
             "cubins": cubins,
-            "rounds": ROUNDS,
-            "repeats": REPEATS,
-            "lines": [asdict(line) for line in lines],
-            "dense": [asdict(line) for line in matrices],
-            "health": health,
+            "lines": [asdict(line) for line in self.lines],
+            "health": self.health,
         }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        with beside(self.path, replace=True) as made:
+            made.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def rehearse(shapes: Sequence[str], only: Sequence[str], report: Report) -> None:
+    """Every family at a tiny shape on the host stand-in, which needs g++ and the sources: no time here is one of a card."""
+    card = Rehearsal(ROOT / "cuda", ROOT / "build" / "host_cuda")
+    report.told({"name": card.name})
+    ceilings, items = every_item(card, shapes, only, kernels_tiles.TINY)
+    work_through(card, items, ceilings, report.say, lambda _label: None, line_seconds=0.0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fabric_pipelines.bench.kernels")
+    parser.add_argument("shapes", nargs="*", help="ROWSxDIM of the row sweeps")
+    parser.add_argument("--only", default="", help="families, separated by commas; sweeps is one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of the whole run")
+    parser.add_argument("--item-seconds", type=float, default=ITEM_SECONDS, help="of one family")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, without a card")
+    parser.add_argument("--health", action="store_true", help="a whole measurement, too")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--labels", type=json.loads, default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    only = [name for name in options.only.split(",") if name]
+    if options.serve is not None:
+        pipe = Connection(options.serve, readable=False)
+        serve(pipe, options.labels, options.shapes or DEFAULT_SHAPES, only)
+        return 0
+    report = Report(options.json)
+    if options.rehearse:
+        rehearse(options.shapes or TINY_SHAPES, only, report)
+        return int(any(line.fault for line in report.lines))
+    shapes = options.shapes or DEFAULT_SHAPES
+    _, items = every_item(None, shapes, only, kernels_tiles.Scale())
+    supervised(
+        items, lambda labels: begun(labels, shapes, options.only), report.say, report.told,
+        item_seconds=options.item_seconds, total_seconds=options.seconds,
+    )  # fmt: skip
+    if options.health:
+        report.health = run_health()
+        _out(health_table(report.health))
+        report.save()
+    return int(any(line.fault for line in report.lines))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

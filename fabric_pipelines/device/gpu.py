@@ -22,6 +22,17 @@ from fabric_pipelines.errors import DeviceRefused, MissingDependency
 
 THREADS = 256  # every kernel of cuda/ is written for this block
 BLOCKS_PER_MULTIPROCESSOR = 16  # rounds of blocks a card gets to even out its work
+# cudaDataType of library_types.h, by kind of number: CuPy names all of these but the last
+CUDA_KINDS = {"f4": 0, "f8": 1, "f2": 2, "i1": 3, "i4": 10}
+# mode -> how cuBLAS computes, kind of the factors, kind of the sums. PEDANTIC keeps TF32 away; f64 has it on matrix units
+# where the card has them for it.
+MATRIX_MODES = {
+    "f32": ("CUBLAS_COMPUTE_32F_PEDANTIC", "f4", "f4"),
+    "tf32": ("CUBLAS_COMPUTE_32F_FAST_TF32", "f4", "f4"),
+    "f64": ("CUBLAS_COMPUTE_64F", "f8", "f8"),
+    "f64 pedantic": ("CUBLAS_COMPUTE_64F_PEDANTIC", "f8", "f8"),
+    "int8": ("CUBLAS_COMPUTE_32I", "i1", "i4"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,21 +207,40 @@ class Gpu:
     ) -> None:
         """cuBLAS, column-major: out is read as its transpose [n, q] there. PEDANTIC keeps TF32 away whatever the
         environment says; factors of two bytes are multiplied exactly and summed in float32."""
-        cublas, cuda = self._cupy.cuda.cublas, self._cupy.cuda.runtime
-        (queries, dim), rows = left.shape, len(right)
         narrow = left.dtype.itemsize == 2
-        kind = cuda.CUDA_R_16F if narrow else cuda.CUDA_R_32F
-        how = cublas.CUBLAS_COMPUTE_32F if narrow else cublas.CUBLAS_COMPUTE_32F_PEDANTIC
         assert left.dtype == right.dtype
+        self._product(left, right, out, "CUBLAS_COMPUTE_32F" + ("" if narrow else "_PEDANTIC"), add)
+
+    def matrix_product(
+        self,
+        left: DeviceArray,
+        right: DeviceArray,
+        out: DeviceArray,
+        mode: str,
+        *,
+        add: bool = False,
+    ) -> None:
+        """As `products`, in a mode of MATRIX_MODES, whose factors and sums it takes; for measuring what the card can do."""
+        how, factor, total = MATRIX_MODES[mode]
+        assert left.dtype == right.dtype == factor
+        assert out.dtype == total
+        self._product(left, right, out, how, add)
+
+    def _product(
+        self, left: DeviceArray, right: DeviceArray, out: DeviceArray, how: str, add: bool
+    ) -> None:
+        cublas = self._cupy.cuda.cublas
+        (queries, dim), rows = left.shape, len(right)
         assert out.shape[0] >= queries
         assert out.shape[1] >= rows
-        one, before = np.ones((), np.float32), np.full((), float(add), np.float32)
+        factor, total = (CUDA_KINDS[each.dtype.str[1:]] for each in (left, out))
+        one, before = np.ones((), out.dtype), np.full((), int(add), out.dtype)
         with self._device, self._stream:
             handle = self._device.cublas_handle
             cublas.gemmEx(
                 handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, rows, queries, dim,
-                one.ctypes.data, right.data.ptr, kind, dim, left.data.ptr, kind, dim,
-                before.ctypes.data, out.data.ptr, cuda.CUDA_R_32F, out.shape[1], how,
+                one.ctypes.data, right.data.ptr, factor, dim, left.data.ptr, factor, dim,
+                before.ctypes.data, out.data.ptr, total, out.shape[1], getattr(cublas, how),
                 cublas.CUBLAS_GEMM_DEFAULT,
             )  # fmt: skip
 
