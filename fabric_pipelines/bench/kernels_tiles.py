@@ -28,6 +28,7 @@ NEAR = 10  # neighbours, and rows that a search answers with
 SECOND_CACHE = (
     50 << 20
 )  # bytes, of an H200: matrices that fit it need not be read from memory twice
+E8_NOTE = "by dp4a; the ceiling is that of int8 matrix units"
 F64_NOTE = "NVIDIA's sheet of an H200: 34 TFLOP/s outside matrix units, 67 on them"
 
 
@@ -298,7 +299,7 @@ def e8_codec_scan(scale: Scale, dim: int, card: Any) -> Iterator[Case]:
     shape = f"{scale.queries:,} queries, {scale.probes} of {scale.lists:,} lists, d={dim}, {scale.bits} bits"
     yield Case(
         f"e8_codec_scan {shape}", "int8", rows * dim // 8 * scale.bits + scale.queries * dim + 4 * pairs,
-        scan, 2.0 * pairs * dim * queries.planes,
+        scan, 2.0 * pairs * dim * queries.planes, note=E8_NOTE,
     )  # fmt: skip
     card.forget()
     scans.e8_codec_best(card, codes, queries, plan, product, np.zeros(probes.shape), NEAR)

@@ -24,8 +24,8 @@ THREADS = 256  # every kernel of cuda/ is written for this block
 BLOCKS_PER_MULTIPROCESSOR = 16  # rounds of blocks a card gets to even out its work
 # cudaDataType of library_types.h, by kind of number: CuPy names all of these but the last
 CUDA_KINDS = {"f4": 0, "f8": 1, "f2": 2, "i1": 3, "i4": 10}
-# mode -> how cuBLAS computes, kind of the factors, kind of the sums. PEDANTIC keeps TF32 away; f64 has it on matrix units
-# where the card has them for it.
+# mode -> how cuBLAS computes, kind of the factors, kind of the sums. PEDANTIC keeps TF32 away; plain f64 may go to matrix units
+# where a card has some for it.
 MATRIX_MODES = {
     "f32": ("CUBLAS_COMPUTE_32F_PEDANTIC", "f4", "f4"),
     "tf32": ("CUBLAS_COMPUTE_32F_FAST_TF32", "f4", "f4"),
