@@ -26,12 +26,15 @@ from fabric_pipelines.analytics.csr import (
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps
 from fabric_pipelines.analytics.threads import run_side_by_side
-from fabric_pipelines.analytics.tiles import Tiles
+from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
 COINCIDENT = 1e-12
 # Squared distances below this share of the norms lose digits in the expansion and are summed directly.
 NEAR = 1e-6
+# Tiles round rows and centroids to float32 in one scale: a centroid nearer than this share of it (squared) is sought again in
+# float64. Margins and silhouettes are off by 4e-6 at the share itself (2^-24 * |mean| / distance), and by more beyond.
+TOLD = 1e-5
 # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to thread barriers of the BLAS.
 TILE_VALUES = 1 << 20
 MARGIN_NARROW = 0.05  # a row whose margin is below this sits on a border (metric 22)
@@ -270,19 +273,24 @@ def _tiles(means: F64, asked: I64) -> Iterator[tuple[I64, F64]]:
     the near pairs, whose digits the expansion loses. 6 to 19 times faster than direct sums for all pairs at
     K = 2,000, d = 128 on two cores."""
     norm2 = np.einsum("kd,kd->k", means, means)
-    count, dim = means.shape
-    step = max(1, TILE_VALUES // count)
+    step = max(1, TILE_VALUES // len(means))
     for start in range(0, len(asked), step):
         rows = asked[start : start + step]
-        scale = norm2[rows, None] + norm2
-        distance2 = scale - 2.0 * (means[rows] @ means.T)
-        near_row, near_column = np.nonzero(distance2 <= NEAR * scale)
-        pairs_at_once = max(1, TILE_VALUES // dim)
-        for low in range(0, len(near_row), pairs_at_once):
-            part = slice(low, low + pairs_at_once)
-            apart = means[rows[near_row[part]]] - means[near_column[part]]
-            distance2[near_row[part], near_column[part]] = np.einsum("pd,pd->p", apart, apart)
-        yield rows, distance2
+        yield rows, _apart2(means, norm2, rows, slice(0, len(means)))
+
+
+def _apart2(means: F64, norm2: F64, rows: I64, columns: slice) -> F64:
+    """Squared distances of the means `rows` to those of a range, f64 [rows, columns]."""
+    others, dim = means[columns], means.shape[1]
+    scale = norm2[rows, None] + norm2[columns]
+    distance2: F64 = scale - 2.0 * (means[rows] @ others.T)
+    near_row, near_column = np.nonzero(distance2 <= NEAR * scale)
+    pairs_at_once = max(1, TILE_VALUES // dim)
+    for low in range(0, len(near_row), pairs_at_once):
+        part = slice(low, low + pairs_at_once)
+        apart = means[rows[near_row[part]]] - others[near_column[part]]
+        distance2[near_row[part], near_column[part]] = np.einsum("pd,pd->p", apart, apart)
+    return distance2
 
 
 def points(
@@ -295,12 +303,15 @@ def points(
     only the two smallest values a row are kept.
     """
     owner, size = csr.owner(), admitted.size
-    spread = _per_row(radii.within, size)
     error = np.zeros(csr.clusters)
-    if tiles is None:
-        other_mean, near2 = _nearest_other(csr, centroids, radii, size, spread, owner)
-    else:
-        other_mean, near2, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
+    asked = np.ones(len(csr.rows), dtype=np.bool_)
+    other_mean, near2 = np.empty((2, len(csr.rows)))
+    if tiles is not None:
+        found, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
+        other_mean, near2 = found.mean2, found.near2
+        asked = admitted.good & (near2 < TOLD * found.reach2)
+    if asked.any():
+        _nearest_other(csr, centroids, radii, size, owner, asked, other_mean, near2)
     rest = np.maximum(size[owner] - 1, 1)
     own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
     larger = np.maximum(own_mean, other_mean)
@@ -327,8 +338,8 @@ def points(
 
 def _by_tiles(
     csr: Csr, centroids: Centroids, radii: Radii, size: I64, owner: I64, tiles: Tiles
-) -> tuple[F64, F64, F64]:
-    """As _nearest_other, and how far own distances are from those of P3, relative to the rounding that `tiles` owns up to."""
+) -> tuple[NearCentres, F64]:
+    """What was found, and how far own distances are from those of P3, relative to the rounding that `tiles` owns up to."""
     filled = np.flatnonzero(size > 0)
     column = np.zeros(csr.clusters, dtype=np.int64)
     column[filled] = np.arange(len(filled))
@@ -340,22 +351,32 @@ def _by_tiles(
     apart = np.abs(found.own2 - radii.radius2)
     apart /= tiles.rounding * np.maximum(radii.radius2 + found.reach2, np.finfo(float).tiny)
     apart[centroids.weight == 0] = 0.0
-    return found.mean2, found.near2, np.maximum(segment_max(apart, csr.indptr), 0.0)
+    return found, np.maximum(segment_max(apart, csr.indptr), 0.0)
 
 
 def _nearest_other(
-    csr: Csr, centroids: Centroids, radii: Radii, size: I64, spread: F64, owner: I64
-) -> tuple[F64, F64]:
-    """Per row, over filled clusters other than its own: least mean squared distance to the members, and least
-    squared distance to the centroid. Needs two filled clusters."""
-    filled = np.flatnonzero(size > 0)
-    total = np.average(centroids.mean[filled], axis=0, weights=size[filled])
-    centred = centroids.mean[filled] - total
+    csr: Csr,
+    centroids: Centroids,
+    radii: Radii,
+    size: I64,
+    owner: I64,
+    asked: Bool,
+    mean_least: F64,
+    near_least: F64,
+) -> None:
+    """Of each row that is `asked`, written over filled clusters other than its own: least mean squared distance to the
+    members, and least squared distance to the centroid. Needs two filled clusters.
+
+    |x - m|^2 = |x - o|^2 + |o - m|^2 - 2 (x - o)(m - o), o the row's own mean: products are as small as its radius. With
+    one origin for all they are as large as the store, and clusters side by side lost six digits a million radii from others.
+    """
+    filled, spread = np.flatnonzero(size > 0), _per_row(radii.within, size)
+    centred = centroids.mean[filled]
+    centred = centred - np.average(centred, axis=0, weights=size[filled])
     norm2, doubled = np.einsum("kd,kd->k", centred, centred), 2.0 * centred
-    column = np.full(csr.clusters, -1, dtype=np.int64)
+    column = np.zeros(csr.clusters, dtype=np.int64)  # of one without good rows: nobody asks
     column[filled] = np.arange(len(filled))
     width = min(len(filled), 1024)
-    mean_least, near_least = np.empty(len(csr.rows)), np.empty(len(csr.rows))
 
     def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
@@ -364,24 +385,25 @@ def _nearest_other(
         if left_out.any():
             block[left_out] = 0.0
         block *= weight[:, None]
-        block -= total
+        block -= centroids.mean[owner[rows]]
+        owners, of = np.unique(column[owner[rows]], return_inverse=True)
         near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
-        own_norm2 = np.zeros(len(block))
+        inner = np.zeros(len(block))
         for low in range(0, len(filled), width):
-            part = slice(low, low + width)
+            part = slice(low, min(low + width, len(filled)))
             tile = block @ doubled[part].T
-            np.subtract(norm2[part], tile, out=tile)  # distance2 less the row's own norm2
-            own = column[owner[rows]] - low
+            own = owners[of] - low
             inside = np.flatnonzero((own >= 0) & (own < tile.shape[1]))
-            own_norm2[inside] = tile[inside, own[inside]]
+            inner[inside] = tile[inside, own[inside]]
+            # distance2 less what is the row's own, radius2 + inner
+            np.subtract(_apart2(centred, norm2, owners, part)[of], tile, out=tile)
             tile[inside, own[inside]] = np.inf
             near = np.minimum(near, tile.min(axis=1))
             tile += spread[filled[part]]
             mean = np.minimum(mean, tile.min(axis=1))
-        # P3 has the distance to the own centroid: the row's norm2 is what its column lacks of that
-        row_norm2 = radii.radius2[rows] - own_norm2
-        near_least[rows] = np.maximum(near + row_norm2, 0.0)
-        mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
+        inner += radii.radius2[rows]
+        for into, least in ((near_least, near), (mean_least, mean)):
+            into[rows] = np.where(asked[rows], np.maximum(least + inner, 0.0), into[rows])
 
-    run_side_by_side(measure, csr.blocks(max(width, csr.dim)))
-    return mean_least, near_least
+    blocks = csr.blocks(max(width, csr.dim))
+    run_side_by_side(measure, (rows for rows in blocks if asked[rows].any()))

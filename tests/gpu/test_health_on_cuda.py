@@ -24,6 +24,7 @@ from fabric_pipelines.device.card import Card
 from fabric_pipelines.device.gpu import Gpu
 from fabric_pipelines.testing.host_gpu import HostGpu
 from tests.gpu.grid import both
+from tests.unit.analytics import test_far_away as far_away
 
 FLOAT32 = 1e-5  # of passes whose distances are float32 on a card
 LISTED = 0.05  # of the graph of its lists: float32 may call two rows equally near, and one of them the tenth
@@ -90,6 +91,15 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
         "P2",
         "P3",
     }
+
+
+@pytest.mark.parametrize("offset", far_away.OFFSETS)
+def test_far_from_the_origin_and_from_each_other_clusters_are_what_they_are(
+    backend: str, offset: float
+) -> None:
+    moved = far_away.moved(offset, 1e-9, backend=backend, unproven=True)
+    parted = far_away.parted(offset, FLOAT32, backend=backend, unproven=True)
+    assert len(moved.breaches) == len(parted.breaches) == 0
 
 
 @both("dim", [3, 128], [3, 40])

@@ -16,6 +16,7 @@ from fabric_pipelines.analytics.index import (
     card_places,
     quality,
 )
+from fabric_pipelines.analytics.index.traffic import LEVEL
 from fabric_pipelines.device import gpu as device
 from fabric_pipelines.device.card import Card
 from fabric_pipelines.errors import DeviceRefused, UsageError
@@ -166,6 +167,38 @@ def test_what_a_search_on_a_card_met_is_what_it_met_on_the_cpu(
     met = there.search(xq[:1], 7, **EFFORT[kind.name], health=True).health
     assert met is not None
     assert met.nonfinite == 1
+
+
+@pytest.mark.parametrize(("alike", "left"), [(3, 0), (40, 1)])
+def test_the_nearest_row_of_a_list_is_not_decided_by_rounding(
+    opening: Card, alike: int, left: int
+) -> None:
+    """Both neighbours are at 1 in one list. In the other, float32 sees `alike` rows and one more at 3, of which that one is
+    nearer, by 1e-8, than 3, and the others are not: its margin (b - w) / (b + w) lies just below 1/2. A few such rows are all looked at
+    as they are stored; where there are more than a scan lists, the query must be asked again."""
+    around = np.zeros((60, 12), np.float32)
+    around[:, 5] = np.linspace(1, 1.2, 60)
+    around[1, 5] = 1
+    beside = np.zeros((alike + 1, 12), np.float32)
+    beside[:, :3], beside[:alike, 3] = 1, 1e-4
+    rows = np.vstack([around, beside])
+    xq = np.zeros((1, 12))
+    xq[0, 0] = 1e-9
+    here, there = (
+        VectorIndex.build(
+            rows, np.arange(len(rows)), kind=Inverted(lists=2), metric="l2",
+            backend=where, unproven=where == "cuda",
+        )
+        for where in ("cpu", "cuda")
+    )  # fmt: skip
+    before = there.left
+    cpu, card = (index.search(xq, 2, nprobe=2, health=True) for index in (here, there))
+    assert same(cpu, card)
+    assert cpu.health is not None
+    assert card.health is not None
+    assert np.flatnonzero(cpu.health.margin).tolist() == [LEVEL, LEVEL + LEVEL // 2 - 1]
+    assert card.health.margin.tolist() == cpu.health.margin.tolist()
+    assert there.left - before == left
 
 
 def test_queries_are_cut_so_that_no_launch_leaves_more_than_it_may() -> None:
