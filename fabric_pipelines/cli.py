@@ -411,6 +411,10 @@ def health(
     record: Annotated[
         bool, typer.Option(help="Keep the verdicts beside the generation, for those after it.")
     ] = False,
+    probes: Annotated[
+        bool,
+        typer.Option("--probes", help="Ask it for its own rows: which lists are probed in vain."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Health metrics of every cluster of a shard, and what the rules make of them."""
@@ -424,7 +428,7 @@ def health(
     table = rules.load(Path(settings.health_rules) if settings.health_rules else None)
     database = Database.of(settings)
     with timed() as clock, shards.open_shard(database, settings.shards_dir, shard) as opened:
-        judged = shards.judge(database, settings.shards_dir, opened, table)
+        judged = shards.judge(database, settings.shards_dir, opened, table, ask=probes)
         if record:
             shards.record(opened.generation, judged)
     found = judged.health

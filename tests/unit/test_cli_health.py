@@ -80,6 +80,13 @@ def test_a_person_reads_one_line_a_cluster_that_is_not_plain(home: Path) -> None
     assert "KEEP; 1 of 2 towards REVIEW by small since 1: size 50 (below 60)" in said
 
 
+def test_asked_for_its_own_rows_it_says_which_lists_gave_nothing(home: Path) -> None:
+    found = json.loads(health("--probes", "--json").stdout)
+    assert (found["probes"]["width"], found["probes"]["probe"]) == (2, [130, 130])
+    assert sum(found["probes"]["wasted"]) == 130
+    assert "probes" not in json.loads(health("--json").stdout)
+
+
 def test_verdicts_are_kept_when_asked_for(home: Path) -> None:
     found = json.loads(health("--record", "--json").stdout)
     (kept,) = home.rglob(DECISIONS_FILE)

@@ -244,7 +244,7 @@ class VectorIndex(Generic[M]):
         says what this search met (`answer.health`)."""
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
-        wide, deep = self._effort(k, nprobe, rerank)
+        wide, deep = self.effort(k, nprobe, rerank)
         # The library's own threads wait for each other at matrices of this size; lists are spread over ours.
         with ONE_THREAD:
             return self._search(Asked(xq, self._space), k, wide, deep, health=health)
@@ -480,7 +480,12 @@ class VectorIndex(Generic[M]):
         index.use(backend, unproven=unproven)
         return index
 
-    def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+    def list_sizes(self) -> Ids:
+        """Rows of each list."""
+        return self._lists.sizes()
+
+    def effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+        """nprobe and rerank that a search of these uses."""
         choices = choices_of(self.kind)
         for name, value in (("nprobe", nprobe), ("rerank", rerank)):
             if value is None:
