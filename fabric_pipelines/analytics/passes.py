@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.csr import (
     F64,
     I64,
+    LOOP_SEGMENT_ROWS,
     U64,
     Bool,
     Csr,
@@ -37,6 +38,7 @@ NEAR = 1e-6
 TOLD = 1e-5
 # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to thread barriers of the BLAS.
 TILE_VALUES = 1 << 20
+MARGIN_BINS = 50  # of the histogram
 MARGIN_NARROW = 0.05  # a row whose margin is below this sits on a border (metric 22)
 
 
@@ -105,7 +107,8 @@ class Pairs:
 @dataclass(frozen=True, slots=True)
 class Points:
     """P8. Per cluster sums over rows: silhouette, negative silhouettes, narrow and negative margins; q10; own_error: greatest
-    difference of a row's distance to its centroid from P3's, in units of what rounding explains (0: it is P3's)."""
+    difference of a row's distance to its centroid from P3's, in units of what rounding explains (0: it is P3's).
+    margins int64 [MARGIN_BINS]: good rows of the whole store by their margin, from -1 to 1."""
 
     silhouette_sum: F64
     negative: I64
@@ -113,6 +116,7 @@ class Points:
     misassigned: I64
     margin_p10: F64
     own_error: F64
+    margins: I64
 
 
 def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> Admission:
@@ -333,6 +337,7 @@ def points(
         misassigned=count(margin < 0),
         margin_p10=segment_quantiles(margin, admitted.good, owner, csr.clusters, (0.10,))[0],
         own_error=error,
+        margins=np.histogram(margin[admitted.good], MARGIN_BINS, (-1, 1))[0].astype(np.int64),
     )
 
 
@@ -377,6 +382,10 @@ def _nearest_other(
     column = np.zeros(csr.clusters, dtype=np.int64)  # of one without good rows: nobody asks
     column[filled] = np.arange(len(filled))
     width = min(len(filled), 1024)
+    # once for all rows where a tile holds it; else as rows need it, which is K x d a block again
+    table = None
+    if len(filled) ** 2 <= TILE_VALUES:
+        table = _apart2(centred, norm2, np.arange(len(filled)), slice(0, len(filled)))
 
     def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
@@ -385,18 +394,23 @@ def _nearest_other(
         if left_out.any():
             block[left_out] = 0.0
         block *= weight[:, None]
-        block -= centroids.mean[owner[rows]]
-        owners, of = np.unique(column[owner[rows]], return_inverse=True)
+        here, start, of = np.unique(owner[rows], return_index=True, return_inverse=True)
+        if len(here) * LOOP_SEGMENT_ROWS > len(block):
+            block -= centroids.mean[here][of]
+        else:  # without a second block of that size
+            for cluster, low, high in zip(here, start, [*start[1:], len(block)], strict=True):
+                block[low:high] -= centroids.mean[cluster]
+        owners, at = column[here], column[here][of]
         near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
         inner = np.zeros(len(block))
         for low in range(0, len(filled), width):
             part = slice(low, min(low + width, len(filled)))
             tile = block @ doubled[part].T
-            own = owners[of] - low
+            own = at - low
             inside = np.flatnonzero((own >= 0) & (own < tile.shape[1]))
             inner[inside] = tile[inside, own[inside]]
-            # distance2 less what is the row's own, radius2 + inner
-            np.subtract(_apart2(centred, norm2, owners, part)[of], tile, out=tile)
+            apart = _apart2(centred, norm2, owners, part)[of] if table is None else table[at, part]
+            np.subtract(apart, tile, out=tile)  # distance2 less the row's own, radius2 + inner
             tile[inside, own[inside]] = np.inf
             near = np.minimum(near, tile.min(axis=1))
             tile += spread[filled[part]]

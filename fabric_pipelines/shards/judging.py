@@ -66,6 +66,10 @@ class Judged:
             )
         }
 
+    def odd(self) -> npt.NDArray[np.bool_]:
+        """Clusters [K] under another verdict than KEEP."""
+        return np.array([each.verdict is not Verdict.KEEP for each in self.decisions], np.bool_)
+
     def to_arrow(self) -> pa.Table:
         """The health table with the verdict of each cluster and the rule that it comes from."""
         table = self.health.to_arrow()

@@ -148,6 +148,9 @@ def test_margins_equal_distances_to_all_centroids() -> None:
     apart[np.arange(len(owner)), owner] = np.inf
     margin = (apart.min(axis=1) - own) / (apart.min(axis=1) + own)
     found = table(csr)
+    assert found.facts.points is not None
+    counted = np.histogram(margin, 50, (-1, 1))[0]
+    assert found.facts.points.margins.tolist() == counted.tolist()
     for c in range(6):
         mine = margin[owner == c]
         assert value(found, "centroid_margin_p10", c) == pytest.approx(np.quantile(mine, 0.1))
