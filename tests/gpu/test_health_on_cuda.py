@@ -4,6 +4,7 @@ The first also runs on the kernels' sources on the CPU (testing.host_gpu); the o
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,43 @@ def test_far_from_the_origin_and_from_each_other_clusters_are_what_they_are(
     moved = far_away.moved(offset, 1e-9, backend=backend, unproven=True)
     parted = far_away.parted(offset, FLOAT32, backend=backend, unproven=True)
     assert len(moved.breaches) == len(parted.breaches) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "short", "pair"),
+    [
+        ("row_admit", "WIDE ? dim / 4 : (dim + 1) / 2", "WIDE ? (dim < 128 ? dim : 128) / 4 : ((dim < 128 ? dim : 128) + 1) / 2",
+         "P1 and P2, P3"),
+        ("csr_radius", "WIDE ? dim / 4 : dim", "WIDE ? (dim < 128 ? dim : 128) / 4 : (dim < 128 ? dim : 128)",
+         "P1 and P2, P3"),
+        ("pair_tile", "if (t < dim && w != 0.0)", "if (t < dim && t < 128 && w != 0.0)", "P3 and P9"),
+    ],
+    ids=["host-row_admit", "host-csr_radius", "host-pair_tile"],
+)  # fmt: skip
+def test_a_kernel_that_drops_dimensions_past_128_makes_every_cluster_corrupt(
+    host: HostGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    whole: str,
+    short: str,
+    pair: str,
+) -> None:
+    shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
+    source = tmp_path / "cuda" / f"{family}.cu"
+    text = source.read_text()
+    assert text.count(whole) == 1
+    source.write_text(text.replace(whole, short))
+    card = HostGpu(tmp_path / "cuda", ROOT / "build" / "host_cuda")
+    monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
+    rng = np.random.default_rng(0)
+    for dim in (128, 129, 384):
+        rows = rng.standard_normal((60, dim)).astype(np.float32)
+        found = measure(
+            rows, np.array([0, 20, 60]), np.arange(60), metric="l2", backend="cuda", unproven=True
+        )
+        named = {name: at.tolist() for name, at in found.disagreements.items() if len(at)}
+        assert named.get(pair) == (None if dim == 128 else [0, 1]), (dim, named)
 
 
 @both("dim", [3, 128], [3, 40])
