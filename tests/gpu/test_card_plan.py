@@ -58,9 +58,7 @@ def store(dim: int, count: int) -> Csr:
 
 
 def measured(csr: Csr, metric: Metric = "l2", **rest: Any) -> HealthTable:
-    return health.measure(
-        csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", unproven=True, **rest
-    )
+    return health.measure(csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", **rest)
 
 
 def taken(

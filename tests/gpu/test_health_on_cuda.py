@@ -60,10 +60,6 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
         metric=metric,
         backend=backend,
         reference=reference,
-        unproven=True,
-    )
-    proven = measure(
-        csr.rows, csr.indptr, csr.ids, metric=metric, backend=backend, reference=reference
     )
     cpu = measure(csr.rows, csr.indptr, csr.ids, metric=metric, reference=reference)
     for name, spec in METRICS.items():
@@ -76,30 +72,17 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
             atol=slack,
             err_msg=name,
         )
-        np.testing.assert_allclose(
-            proven.readings[name].value,
-            cpu.readings[name].value,
-            rtol=1e-9,
-            atol=1e-9,
-            err_msg=name,
-        )
     assert (cuda.readings["checksum_mismatch"].value == 0).all()
     assert len(cuda.breaches) == 0
     assert set(cuda.backend.values()) == {"cuda"}
-    assert {name for name, where in proven.backend.items() if where == "cuda"} == {
-        "open",
-        "P1",
-        "P2",
-        "P3",
-    }
 
 
 @pytest.mark.parametrize("offset", far_away.OFFSETS)
 def test_far_from_the_origin_and_from_each_other_clusters_are_what_they_are(
     backend: str, offset: float
 ) -> None:
-    moved = far_away.moved(offset, 1e-9, backend=backend, unproven=True)
-    parted = far_away.parted(offset, FLOAT32, backend=backend, unproven=True)
+    moved = far_away.moved(offset, 1e-9, backend=backend)
+    parted = far_away.parted(offset, FLOAT32, backend=backend)
     assert len(moved.breaches) == len(parted.breaches) == 0
 
 
@@ -133,9 +116,7 @@ def test_a_kernel_that_drops_dimensions_past_128_makes_every_cluster_corrupt(
     rng = np.random.default_rng(0)
     for dim in (128, 129, 384):
         rows = rng.standard_normal((60, dim)).astype(np.float32)
-        found = measure(
-            rows, np.array([0, 20, 60]), np.arange(60), metric="l2", backend="cuda", unproven=True
-        )
+        found = measure(rows, np.array([0, 20, 60]), np.arange(60), metric="l2", backend="cuda")
         named = {name: at.tolist() for name, at in found.disagreements.items() if len(at)}
         assert named.get(pair) == (None if dim == 128 else [0, 1]), (dim, named)
 

@@ -1,5 +1,5 @@
 """The door's own tests (tests/unit/analytics/test_index.py) with every scan on a card: the kernels' sources on the CPU, and
-the cubins on a real card. Never on a card yet."""
+the cubins on a real card."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ def made(opening: Card, monkeypatch: pytest.MonkeyPatch) -> list[VectorIndex]:
     """Every index opens the card, whatever it was told; those that were made."""
     opened: list[VectorIndex] = []
 
-    def on_card(self: VectorIndex, backend: str, *, unproven: bool = False) -> None:
-        USE(self, "cuda", unproven=True)
+    def on_card(self: VectorIndex, backend: str) -> None:
+        USE(self, "cuda")
         opened.append(self)
 
     monkeypatch.setattr(VectorIndex, "use", on_card)
@@ -59,7 +59,7 @@ def made(opening: Card, monkeypatch: pytest.MonkeyPatch) -> list[VectorIndex]:
 def build(rows: np.ndarray, kind: Any, metric: str, backend: str) -> VectorIndex:
     ids = np.random.default_rng(len(rows)).permutation(len(rows)) * 7
     return VectorIndex.build(
-        rows, ids, kind=kind, metric=metric, backend=backend, unproven=backend == "cuda"
+        rows, ids, kind=kind, metric=metric, backend=backend
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_the_nearest_row_of_a_list_is_not_decided_by_rounding(
     here, there = (
         VectorIndex.build(
             rows, np.arange(len(rows)), kind=Inverted(lists=2), metric="l2",
-            backend=where, unproven=where == "cuda",
+            backend=where,
         )
         for where in ("cpu", "cuda")
     )  # fmt: skip
@@ -209,14 +209,12 @@ def test_queries_are_cut_so_that_no_launch_leaves_more_than_it_may() -> None:
     assert huge == [1, 2, 3]
 
 
-def test_what_has_no_kernels_or_was_not_asked_for_by_name_is_refused() -> None:
+def test_what_has_no_kernels_is_refused() -> None:
     index = VectorIndex(3, kind=Exact(), metric="l2")
-    with pytest.raises(DeviceRefused, match="unproven=True"):
-        index.use("cuda")
     with pytest.raises(UsageError, match="'tpu' is unknown"):
         index.use("tpu")  # type: ignore[arg-type]
     with pytest.raises(DeviceRefused, match="no kernels of its own"):
-        VectorIndex(3, kind=Faiss(), metric="l2", backend="cuda", unproven=True)
+        VectorIndex(3, kind=Faiss(), metric="l2", backend="cuda")
     assert index.search(np.ones((1, 3)), 1).found.tolist() == [0]
 
 
@@ -234,7 +232,7 @@ def test_a_card_without_room_refuses_each_search_until_there_is_some(
             for one in (index, twin):
                 one.add(rows[:200] + 1, np.arange(200) + 10_000)
         else:
-            index.use("cuda", unproven=True)
+            index.use("cuda")
         with monkeypatch.context() as full:
             full.setattr(type(opening), "require_memory", staticmethod(no_room))
             for _ in range(2):

@@ -123,13 +123,12 @@ def wrong_card(ordinal: int) -> None:
 @pytest.mark.parametrize(
     ("words", "opened", "says"),
     [
-        (["search", "one", "--like", 8], None, "no card has run the scans"),
-        (["search", "one", "--like", 8, "--unproven"], no_card, "no CUDA device answers"),
-        (["search", "one", "--like", 8, "--unproven"], wrong_card, "compute capability 7.5"),
-        (["index", "recall", "one"], None, "no card has run the scans"),
+        (["search", "one", "--like", 8], no_card, "no CUDA device answers"),
+        (["search", "one", "--like", 8], wrong_card, "compute capability 7.5"),
+        (["index", "recall", "one"], no_card, "no CUDA device answers"),
     ],
 )
-def test_a_card_is_refused_unless_asked_for_by_name_there_and_fit(
+def test_a_card_is_refused_unless_there_and_fit(
     rows: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,
     words: list[object],
