@@ -275,11 +275,11 @@ def _run(
     several = int((size > 0).sum()) > 1
     points = None
     if several:
-        points = may("P8", lambda: passes.points(csr, found, means, radii, sweeps.tiles))
+        points = may("P8", lambda: passes.points(csr, sweeps, found, means, radii))
     near = edges = sums = None
     if order is not None:
         copies = order.copy_of
-        near = may("P9", lambda: neighbours(csr, members, radius2, copies, sweeps.tiles))
+        near = may("P9", lambda: neighbours(csr, sweeps, members, radius2, copies))
     if near is not None and order is not None:
         lists, heat = near, near.bandwidth**2
         edges = may("P10", lambda: graph(csr, sweeps, found.good, size, lists))

@@ -18,12 +18,12 @@ from fabric_pipelines.analytics.csr import (
     I64,
     Csr,
     segment_max,
-    segment_quantiles,
     segment_sum,
     unknown,
 )
 from fabric_pipelines.analytics.pair_tiles import COLUMNS_MAX, tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
 from fabric_pipelines.analytics.tiles import Tiles
 
 NEIGHBOURS = 10  # k of the k-NN graph, of hubness and of the kernel temperature
@@ -56,9 +56,10 @@ class Neighbours:
 
 
 def neighbours(
-    csr: Csr, members: Members, radius2: F64, copy_of: I64, tiles: Tiles | None = None
+    csr: Csr, sweeps: Sweeps, members: Members, radius2: F64, copy_of: I64
 ) -> Neighbours:
     """radius2 f64 [N] as P3 left it; copy_of int64 [N] as P4 left it."""
+    tiles = sweeps.tiles
     width = int(min(LOF_NEIGHBOURS, max(0, members.size.max(initial=0) - 1)))
     kind = np.int32 if len(csr.rows) <= np.iinfo(np.int32).max else np.int64
     out = Neighbours(
@@ -82,7 +83,7 @@ def neighbours(
     elif width:
         _by_tiles(csr, members, radius2, copy_of, tiles, out)
     if width:
-        _summarise(csr, members.size, out)
+        _summarise(csr, beside_tiles(sweeps, csr), members.size, out)
     return out
 
 
@@ -151,7 +152,7 @@ def _imbalance(row_sum: F64, norm2: F64) -> F64:
     return worst
 
 
-def _summarise(csr: Csr, size: I64, out: Neighbours) -> None:
+def _summarise(csr: Csr, sweeps: Sweeps, size: I64, out: Neighbours) -> None:
     owner, listed = csr.owner(), out.row[:, 0] >= 0
     several = size > 1
     count = np.where(several, size, np.nan)
@@ -167,7 +168,7 @@ def _summarise(csr: Csr, size: I64, out: Neighbours) -> None:
         out.dimension[:] = _two_nn(csr, nearest, out.distance[:, 1])
     last = np.clip(size[owner] - 2, 0, NEIGHBOURS - 1)
     furthest = out.distance[np.arange(len(owner)), last]
-    out.bandwidth[:] = segment_quantiles(furthest, listed, owner, csr.clusters, (0.5,))[0]
+    out.bandwidth[:] = sweeps.quantiles(furthest, listed, (0.5,))[0]
 
 
 def _two_nn(csr: Csr, first: F64, second: F64) -> F64:

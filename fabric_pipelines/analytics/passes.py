@@ -21,11 +21,10 @@ from fabric_pipelines.analytics.csr import (
     Bool,
     Csr,
     segment_max,
-    segment_quantiles,
     segment_sum,
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
-from fabric_pipelines.analytics.sweeps import Sweeps
+from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
 from fabric_pipelines.analytics.threads import ONE_THREAD, run_side_by_side
 from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
@@ -298,7 +297,7 @@ def _apart2(means: F64, norm2: F64, rows: I64, columns: slice) -> F64:
 
 
 def points(
-    csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii, tiles: Tiles | None = None
+    csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids, radii: Radii
 ) -> Points:
     """N x K in tiles, exact silhouette by moments.
 
@@ -306,7 +305,7 @@ def points(
     N x N matrix. In a cosine store this is twice the cosine distance, and the factor cancels. O(rows) memory:
     only the two smallest values a row are kept.
     """
-    owner, size = csr.owner(), admitted.size
+    owner, size, tiles = csr.owner(), admitted.size, sweeps.tiles
     error = np.zeros(csr.clusters)
     asked = np.ones(len(csr.rows), dtype=np.bool_)
     other_mean, near2 = np.empty((2, len(csr.rows)))
@@ -335,7 +334,7 @@ def points(
         negative=count(score < 0),
         narrow=count(margin < MARGIN_NARROW),
         misassigned=count(margin < 0),
-        margin_p10=segment_quantiles(margin, admitted.good, owner, csr.clusters, (0.10,))[0],
+        margin_p10=beside_tiles(sweeps, csr).quantiles(margin, admitted.good, (0.10,))[0],
         own_error=error,
         margins=_binned(margin[admitted.good]),
     )

@@ -137,11 +137,11 @@ def test_windows_of_one_cluster_or_row_give_the_same_bytes(card: Card, dim: int)
     nobody = np.arange(120)
     results = []
     for window_bytes in (1, 1 << 30):
-        tiles = CardTiles(card, card.upload(csr.rows), csr, window_bytes=window_bytes)
-        near = neighbours(csr, members, radii.radius2, nobody, tiles)
+        sweeps.tiles = CardTiles(card, card.upload(csr.rows), csr, window_bytes=window_bytes)
+        near = neighbours(csr, sweeps, members, radii.radius2, nobody)
         heat = near.bandwidth**2
-        gas = gauss(csr, members, near, radii.radius2, nobody, heat, tiles)
-        points = passes.points(csr, found, means, radii, tiles)
+        gas = gauss(csr, members, near, radii.radius2, nobody, heat, sweeps.tiles)
+        points = passes.points(csr, sweeps, found, means, radii)
         results.append([near.row, near.distance, near.distance_sum, gas.log_partition, gas.modes,
                         points.silhouette_sum, points.margin_p10])  # fmt: skip
         assert np.isfinite(near.distance_sum[:5]).all()
