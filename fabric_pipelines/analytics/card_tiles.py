@@ -16,6 +16,7 @@ from fabric_pipelines.analytics import card_plan
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.stacks import Members
+from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.analytics.tiles import NearCentres, PairRows, WeighedRows
 from fabric_pipelines.device.card import Card, DeviceArray
 
@@ -89,7 +90,7 @@ class CardTiles:
         for window in self._windows(members, radius2, copy_of):
             found = tiles.pair_tile(self._gpu, window.rows, window.copy, k)
             scale = np.repeat(window.scale, np.diff(window.rows.bounds))
-            place, distance = tiles.pair_neighbours(self._gpu.download(found.near))
+            place, distance = _neighbours(self._gpu.download(found.near), scale)
             yield (
                 window.places,
                 PairRows(
@@ -97,7 +98,7 @@ class CardTiles:
                     self._gpu.download(found.total2) / scale**2,
                     self._gpu.download(found.greatest2) / scale**2,
                     place,
-                    distance / scale[:, None],
+                    distance,
                 ),
             )
             del window, found  # before the next one is taken
@@ -165,6 +166,18 @@ class CardTiles:
         there = self._gpu.empty(host.shape, host.dtype)
         self._gpu.store(there, host)
         return there
+
+
+def _neighbours(near: npt.NDArray[np.uint64], scale: F64) -> tuple[I64, F64]:
+    """Keys u64 [n, k] of rows scaled by f64 [n] -> places and distances."""
+    place, distance = np.empty(near.shape, np.int64), np.empty(near.shape)
+
+    def decode(rows: slice) -> None:
+        place[rows], scaled = tiles.pair_neighbours(near[rows])
+        distance[rows] = scaled / scale[rows, None]
+
+    over_rows(decode, *near.shape)
+    return place, distance
 
 
 def _unit(length2: F64 | float) -> F64:

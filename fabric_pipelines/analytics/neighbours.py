@@ -8,6 +8,7 @@ by distance and, among equals, by id. 2^-40 of a squared distance is given up fo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from fabric_pipelines.analytics.csr import (
 from fabric_pipelines.analytics.pair_tiles import COLUMNS_MAX, tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
 from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
-from fabric_pipelines.analytics.tiles import Tiles
+from fabric_pipelines.analytics.threads import over_rows
+from fabric_pipelines.analytics.tiles import PairRows, Tiles
 
 NEIGHBOURS = 10  # k of the k-NN graph, of hubness and of the kernel temperature
 LOF_NEIGHBOURS = 20
@@ -97,12 +99,9 @@ def _by_tiles(
     owner, several = csr.owner(), members.size > 1
     total, total2, greatest2 = np.zeros((3, len(members.places)))
     for part, found in tiles.pairs(members, radius2, copy_of, out.row.shape[1]):
-        at = members.places[part]
         total[part], total2[part], greatest2[part] = found.total, found.total2, found.greatest2
-        listed = found.place >= 0
-        there = members.first[owner[at]][:, None] + np.where(listed, found.place, 0)
-        out.row[at] = np.where(listed, members.places[there], -1)
-        out.distance[at] = found.distance
+        listing = partial(_list, members, owner, members.places[part], found, out)
+        over_rows(listing, len(found.place), out.row.shape[1])
     bounds = np.append(members.first, len(members.places))
     within2 = radius2[members.places]
     sizes = np.repeat(members.size, members.size)
@@ -112,6 +111,16 @@ def _by_tiles(
     out.distance_sum[several] = segment_sum(total, bounds)[several]
     out.imbalance[several] = segment_max(relative, bounds)[several]
     out.diameter[several] = np.sqrt(segment_max(greatest2, bounds)[several])
+
+
+def _list(
+    members: Members, owner: I64, at: I64, found: PairRows, out: Neighbours, rows: slice
+) -> None:
+    """Places in clusters become rows of the store: of a range of the rows `at`."""
+    here, place = at[rows], found.place[rows]
+    there = members.first[owner[here]][:, None] + np.maximum(place, 0)
+    out.row[here] = np.where(place >= 0, members.places[there], -1)
+    out.distance[here] = found.distance[rows]
 
 
 def _search(stack: Stack, radius2: F64, copy_of: I64, out: Neighbours) -> None:

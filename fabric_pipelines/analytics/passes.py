@@ -25,7 +25,7 @@ from fabric_pipelines.analytics.csr import (
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
-from fabric_pipelines.analytics.threads import ONE_THREAD, run_side_by_side
+from fabric_pipelines.analytics.threads import ONE_THREAD, over_rows, run_side_by_side
 from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
@@ -315,16 +315,21 @@ def points(
         asked = admitted.good & (near2 < TOLD * found.reach2)
     if asked.any():
         _nearest_other(csr, centroids, radii, size, owner, asked, other_mean, near2)
-    rest = np.maximum(size[owner] - 1, 1)
-    own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
-    larger = np.maximum(own_mean, other_mean)
-    # a = b, also when both are 0, and singletons score 0 (Rousseeuw 1987)
-    score = np.divide(other_mean - own_mean, larger, out=np.zeros_like(larger), where=(larger > 0))
-    score[(size[owner] < 2) | ~admitted.good] = 0.0
-    own, near = np.sqrt(radii.radius2), np.sqrt(near2)
-    both = own + near
-    # on top of two centroids at once nothing tells them apart: margin 0
-    margin = np.divide(near - own, both, out=np.zeros_like(both), where=both > 0)
+    score, margin = np.zeros((2, len(csr.rows)))
+
+    def judge(rows: slice) -> None:
+        here, radius2, other = owner[rows], radii.radius2[rows], other_mean[rows]
+        own_mean = (size[here] * radius2 + radii.within[here]) / np.maximum(size[here] - 1, 1)
+        larger = np.maximum(own_mean, other)
+        # a = b, also when both are 0, and singletons score 0 (Rousseeuw 1987)
+        np.divide(other - own_mean, larger, out=score[rows], where=larger > 0)
+        score[rows][(size[here] < 2) | ~admitted.good[rows]] = 0.0
+        own, near = np.sqrt(radius2), np.sqrt(near2[rows])
+        both = own + near
+        # on top of two centroids at once nothing tells them apart: margin 0
+        np.divide(near - own, both, out=margin[rows], where=both > 0)
+
+    over_rows(judge, len(csr.rows))
 
     def count(marked: Bool) -> I64:
         return segment_sum((marked & admitted.good).astype(np.int64), csr.indptr)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabric_pipelines.analytics import kernels, passes
+from fabric_pipelines.analytics import kernels, passes, threads
 from fabric_pipelines.analytics.card_tiles import CardTiles
 from fabric_pipelines.analytics.csr import group
 from fabric_pipelines.analytics.gauss_sums import gauss
@@ -122,7 +122,9 @@ def test_a_kernel_that_drops_dimensions_past_128_makes_every_cluster_corrupt(
 
 
 @both("dim", [3, 128], [3, 40])
-def test_windows_of_one_cluster_or_row_give_the_same_bytes(card: Card, dim: int) -> None:
+def test_windows_of_one_cluster_or_row_give_the_same_bytes(
+    card: Card, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(dim)
     labels = rng.integers(0, 5, 120)
     rows = (
@@ -136,7 +138,8 @@ def test_windows_of_one_cluster_or_row_give_the_same_bytes(card: Card, dim: int)
     members = Members.of(csr, found.good, found.size, means.weight, means.mean)
     nobody = np.arange(120)
     results = []
-    for window_bytes in (1, 1 << 30):
+    for window_bytes, span in ((1, 50), (1 << 30, threads.SPAN_VALUES)):  # of rows on the host
+        monkeypatch.setattr(threads, "SPAN_VALUES", span)
         sweeps.tiles = CardTiles(card, card.upload(csr.rows), csr, window_bytes=window_bytes)
         near = neighbours(csr, sweeps, members, radii.radius2, nobody)
         heat = near.bandwidth**2
