@@ -59,9 +59,11 @@ class CardTiles:
     ) -> NearCentres:
         """See tiles.Tiles."""
         spread = within / size
-        reach2 = np.einsum("kd,kd->k", centres - origin, centres - origin).max() + spread.max()
+        apart = centres - origin
+        reach2 = np.einsum("kd,kd->k", apart, apart).max() + spread.max()
         scale = _unit(reach2)
-        there = self._flat((centres - origin) * scale)
+        apart *= scale
+        there = self._flat(apart)
         spread_there, size_there = self._send(spread * scale**2), self._send(size)
         weight_there = self._send(weight * scale)
         count = len(weight)
@@ -76,10 +78,13 @@ class CardTiles:
             found = tiles.centre_points(
                 self._gpu, block, there, self._send(own[part]), spread_there, size_there
             )
-            out.own2[part] = self._gpu.download(found.own2) / scale**2
-            near2 = tiles.nearest_centre(self._gpu.download(found.near))[1]
-            out.near2[part] = near2.astype(np.float64) / scale**2
-            out.mean2[part] = self._gpu.download(found.b) / scale**2
+            near2 = tiles.squares(self._gpu.download(found.near))
+            for into, scaled in (
+                (out.own2, self._gpu.download(found.own2)),
+                (out.near2, near2),
+                (out.mean2, self._gpu.download(found.b)),
+            ):
+                np.divide(scaled, scale**2, out=into[part])
             del block, found  # before the next window is taken
         return out
 

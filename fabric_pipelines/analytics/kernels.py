@@ -491,9 +491,10 @@ class CudaSweeps(CpuSweeps):
         self.costs = {name: cost for name, cost in planned.items() if name in taken}
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
-        """The kernel hashes on its way through the row, asked or not."""
-        parts = row_admit(self._gpu, self._rows, min_norm)
-        return Admitted(*(self._gpu.download(part) for part in parts))
+        """The kernel hashes on its way through the row, asked or not; what nobody reads stays there."""
+        norm2, flag, row_hash = row_admit(self._gpu, self._rows, min_norm)
+        there = self._gpu.download(row_hash) if hashed else np.zeros(row_hash.shape, np.uint64)
+        return Admitted(self._gpu.download(norm2), self._gpu.download(flag), there)
 
     def centroid(self, weight: F64) -> F64:
         return self._gpu.download(

@@ -123,9 +123,11 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
     norm2, flag, row_hash = sweeps.admit(min_norm, hashed=hashed)
     good = flag == 0
     norm = np.sqrt(np.where(good, norm2, 0.0))
-    with np.errstate(over="ignore"):
-        mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
-    digest_sum, digest_xor = sweeps.digests(mark)
+    digest_sum, digest_xor = np.zeros((2, csr.clusters), dtype=np.uint64)
+    if hashed:
+        with np.errstate(over="ignore"):
+            mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
+        digest_sum, digest_xor = sweeps.digests(mark)
 
     def count(marked: npt.NDArray[np.bool_]) -> I64:
         return segment_sum(marked.astype(np.int64), csr.indptr)
@@ -360,14 +362,21 @@ def _by_tiles(
     filled = np.flatnonzero(size > 0)
     column = np.zeros(csr.clusters, dtype=np.int64)
     column[filled] = np.arange(len(filled))
-    origin = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    mean = centroids.mean[filled]
+    origin = np.average(mean, axis=0, weights=size[filled])
     found = tiles.nearest_other(
-        centroids.weight, centroids.mean[filled], origin, column[owner],
+        centroids.weight, mean, origin, column[owner],
         size[filled].astype(np.float64), radii.within[filled],
     )  # fmt: skip
-    apart = np.abs(found.own2 - radii.radius2)
-    apart /= tiles.rounding * np.maximum(radii.radius2 + found.reach2, np.finfo(float).tiny)
-    apart[centroids.weight == 0] = 0.0
+    apart = np.empty(len(csr.rows))
+
+    def compare(rows: slice) -> None:
+        radius2 = radii.radius2[rows]
+        apart[rows] = np.abs(found.own2[rows] - radius2)
+        apart[rows] /= tiles.rounding * np.maximum(radius2 + found.reach2, np.finfo(float).tiny)
+        apart[rows][centroids.weight[rows] == 0] = 0.0
+
+    over_rows(compare, len(apart))
     return found, np.maximum(segment_max(apart, csr.indptr), 0.0)
 
 
