@@ -24,16 +24,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the index lies.")]
-Backend = Annotated[
-    Literal["cpu", "cuda"], typer.Option(help="Where it is scanned; cuda needs --unproven.")
-]
-Unproven = Annotated[
-    bool,
-    typer.Option(
-        "--unproven",
-        help="Take scans that no card has run yet: they were held to the CPU's answers on a CPU.",
-    ),
-]
+Backend = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is scanned.")]
 Vectors = Annotated[str, typer.Option(help="Column of the vectors in a Parquet file.")]
 
 
@@ -93,7 +84,6 @@ def index_recall(
         Path | None, typer.Option(help="Write recall against latency as PNG here.")
     ] = None,
     backend: Backend = "cpu",
-    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """Recall against exact search and milliseconds a query, on this machine, for every effort."""
@@ -101,7 +91,7 @@ def index_recall(
     from fabric_pipelines.analytics.index.tradeoff import picture, tradeoff
 
     settings_of(ctx)
-    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
+    index = VectorIndex.load(folder, backend=backend)
     steps = tradeoff(index, k)
     stats = index.stats()
     if plot:
@@ -131,20 +121,27 @@ def search(
     health: Annotated[
         bool, typer.Option("--health", help="And what the search met: lists that gave nothing.")
     ] = False,
+    record: Annotated[
+        bool, typer.Option(help="With --health: keep the verdicts on lists in the folder.")
+    ] = False,
     backend: Backend = "cpu",
-    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """The nearest rows of an index for rows of it or for queries of a file, nearest first."""
     import numpy as np
 
-    from fabric_pipelines.analytics.index import VectorIndex
+    from fabric_pipelines.analytics import rules
+    from fabric_pipelines.analytics.decisions import counts as counted
+    from fabric_pipelines.analytics.index import VectorIndex, verdicts
     from fabric_pipelines.analytics.index.files import read_queries
 
-    settings_of(ctx)
+    given = settings_of(ctx).health_rules
+    table = rules.load(Path(given) if given else None)
+    if record and not health:
+        raise UsageError("what is recorded? --record keeps what --health finds: give both")
     if bool(like) == bool(queries):
         raise UsageError("what is searched for? give --like ID, or --queries FILE")
-    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
+    index = VectorIndex.load(folder, backend=backend)
     if queries:
         xq: Any = read_queries(queries, vector_column)
         names = list(range(len(xq)))
@@ -168,7 +165,17 @@ def search(
         counts |= {"probes": int(met.probe.sum()), "wasted_probes": int(met.wasted.sum())}
         shown |= counts
         lists = {name: getattr(met, name).tolist() for name in ("probe", "hit", "wasted", "margin")}
-        answer |= {"health": counts | lists}
+        wide, _ = index.effort(k, nprobe, rerank)
+        decisions = verdicts.judge(index, met, wide, table, folder)
+        if record:
+            verdicts.record(folder, decisions, table)
+        noted = [
+            each for each in decisions if each.pending or each.verdict is not rules.Verdict.KEEP
+        ]
+        said = {name: count for name, count in counted(decisions).items() if count}
+        shown |= {"verdicts": said, "decisions": list(map(str, noted))}
+        told_of = {"verdicts": said, "decisions": [each.to_json() for each in decisions]}
+        answer |= {"health": counts | lists | told_of}
     emit(answer | {"found": found.tolist(), "rows": rows}, as_json, shown=shown)
 
 

@@ -102,6 +102,14 @@ def _reduce(ufunc: np.ufunc, values: npt.NDArray[Any], indptr: I64, empty: Any) 
     return out
 
 
+def ranges(first: I64, count: I64) -> I64:
+    """first[i] to first[i] + count[i] - 1 of every i, one after another."""
+    before = np.cumsum(count) - count
+    at: I64 = np.repeat(first - before, count)
+    at += np.arange(len(at))
+    return at
+
+
 def unknown(clusters: int) -> F64:
     """A value a cluster that no pass has found yet: NaN."""
     return np.full(clusters, np.nan)

@@ -95,7 +95,7 @@ def ours(xb: np.ndarray, skip: list[str]) -> Iterator[System | Absent]:
         yield System(name, *took, width, efforts, asking(index))
         there = copy.copy(index)  # the same lists, scanned on a card
         try:
-            there.use("cuda", unproven=True)
+            there.use("cuda")
         except FabricError as fault:
             yield Absent(f"{name}, on a card", f"{fault.code}: {fault}")
         else:

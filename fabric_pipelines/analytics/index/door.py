@@ -115,8 +115,7 @@ class Stats:
 class VectorIndex(Generic[M]):
     """An index in memory. Not for calls from two threads at once, of which one changes it.
 
-    backend "cuda" scans on a card, where the same answer comes from, to the last bit; it has to be asked for with
-    `unproven`, since no card has run it yet (on_card.py)."""
+    backend "cuda" scans on a card, where the same answer comes from, to the last bit (on_card.py)."""
 
     def __init__(
         self,
@@ -126,7 +125,6 @@ class VectorIndex(Generic[M]):
         metric: M,
         seed: int = 0,
         backend: Backend = "cpu",
-        unproven: bool = False,
     ) -> None:
         _check(dim, kind, metric)
         self.dim, self.kind, self.metric, self.seed = dim, kind, metric, seed
@@ -138,7 +136,7 @@ class VectorIndex(Generic[M]):
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
         self._card: CardScans | None = None
         self.asked = self.left = 0  # queries since a card was taken; those it left to the CPU
-        self.use(backend, unproven=unproven)
+        self.use(backend)
 
     @classmethod
     def build(
@@ -150,7 +148,6 @@ class VectorIndex(Generic[M]):
         metric: M,
         seed: int = 0,
         backend: Backend = "cpu",
-        unproven: bool = False,
     ) -> VectorIndex[M]:
         """Of rows [n, d] named ids [n]; of an id that comes twice the last row counts."""
         if vectors.ndim != 2:
@@ -161,7 +158,6 @@ class VectorIndex(Generic[M]):
             metric=metric,
             seed=seed,
             backend=backend,
-            unproven=unproven,
         )
         index._rows.upsert(*index._rows.checked(vectors, ids))
         index.train()
@@ -170,9 +166,9 @@ class VectorIndex(Generic[M]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def use(self, backend: Backend, *, unproven: bool = False) -> None:
-        """Scan on the CPU from now on, or on the machine's first card. Raises DeviceRefused for "cuda" without
-        `unproven`, for kind faiss, and without a card that the shipped kernels run on; MissingDependency without CuPy."""
+    def use(self, backend: Backend) -> None:
+        """Scan on the CPU from now on, or on the machine's first card. Raises DeviceRefused for "cuda" with
+        kind faiss, and without a card that the shipped kernels run on; MissingDependency without CuPy."""
         if backend not in ("cpu", "cuda"):
             raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
         fresh = None
@@ -180,7 +176,7 @@ class VectorIndex(Generic[M]):
             # here and not above: it imports what imports this, and the CPU needs none of it
             from fabric_pipelines.analytics.index.on_card import opened
 
-            fresh = opened(self.kind.name, unproven=unproven)
+            fresh = opened(self.kind.name)
         self.close()
         self._card, self.asked, self.left = fresh, 0, 0
 
@@ -244,7 +240,7 @@ class VectorIndex(Generic[M]):
         says what this search met (`answer.health`)."""
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
-        wide, deep = self._effort(k, nprobe, rerank)
+        wide, deep = self.effort(k, nprobe, rerank)
         # The library's own threads wait for each other at matrices of this size; lists are spread over ours.
         with ONE_THREAD:
             return self._search(Asked(xq, self._space), k, wide, deep, health=health)
@@ -448,9 +444,7 @@ class VectorIndex(Generic[M]):
         return saved.write(folder, self.recipe(), arrays)
 
     @classmethod
-    def load(
-        cls, folder: Path, *, backend: Backend = "cpu", unproven: bool = False
-    ) -> VectorIndex[Any]:
+    def load(cls, folder: Path, *, backend: Backend = "cpu") -> VectorIndex[Any]:
         """What `save` left, checked to the last byte; it answers as it did."""
         manifest, arrays = saved.read(folder)
         try:
@@ -470,17 +464,22 @@ class VectorIndex(Generic[M]):
             if isinstance(kind, Faiss):
                 if len(listed):
                     index._first(listed)
-                index.use(backend, unproven=unproven)
+                index.use(backend)
                 return index
             working, reach = index._working(listed)
             labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
             index._append(listed, working, reach, labels)
         except (KeyError, TypeError, ValueError) as fault:
             raise CorruptionFound(f"{folder} is not an index: {fault}; build it anew") from fault
-        index.use(backend, unproven=unproven)
+        index.use(backend)
         return index
 
-    def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+    def list_sizes(self) -> Ids:
+        """Rows of each list."""
+        return self._lists.sizes()
+
+    def effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+        """nprobe and rerank that a search of these uses."""
         choices = choices_of(self.kind)
         for name, value in (("nprobe", nprobe), ("rerank", rerank)):
             if value is None:
