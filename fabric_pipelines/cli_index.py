@@ -5,6 +5,7 @@ A published shard is searched exactly by `fabric shard search`; this is for the 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from fabric_pipelines.analytics.index import VectorIndex
+
 app = typer.Typer(
-    no_args_is_help=True, help="Indexes in folders: exact, inverted file, lattice; their recall."
+    no_args_is_help=True,
+    help="Indexes in folders: exact, inverted file, lattice, and other libraries'; their recall.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -39,7 +43,8 @@ def index_build(
     vector_column: Vectors = "vector",
     id_column: Annotated[str, typer.Option(help="Column of the ids.")] = "id",
     kind: Annotated[
-        Literal["exact", "inverted", "lattice", "faiss"], typer.Option(help="How it is searched.")
+        Literal["exact", "inverted", "lattice", "faiss", "cagra", "ivf_pq"],
+        typer.Option(help="How it is searched; cagra and ivf_pq by cuVS, on a card."),
     ] = "inverted",
     metric: Annotated[
         Literal["cosine", "l2"] | None,
@@ -49,7 +54,16 @@ def index_build(
         int | None, typer.Option(min=0, help="How many; default: the square root of the rows.")
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(min=2, max=4, help="Of a lattice code, a dimension; default: 4.")
+        int | None,
+        typer.Option(
+            min=2, max=8, help="Of a lattice code, a dimension (4); of a code of ivf_pq (8)."
+        ),
+    ] = None,
+    parts: Annotated[
+        int | None, typer.Option(min=0, help="Codes a row of ivf_pq; default: cuVS chooses.")
+    ] = None,
+    degree: Annotated[
+        int | None, typer.Option(min=2, help="Edges a row of the graph of cagra; default: 64.")
     ] = None,
     factory: Annotated[
         str | None, typer.Option(help="Of kind faiss: its factory string; default: HNSW32.")
@@ -61,17 +75,23 @@ def index_build(
     as_json: Json = False,
 ) -> None:
     """Build an index from a shard or a file, measure its recall against exact search, and keep both."""
-    from fabric_pipelines.analytics.index import VectorIndex
-    from fabric_pipelines.analytics.index.door import kind_of
+    from fabric_pipelines.analytics.index import RecallShort, VectorIndex
+    from fabric_pipelines.analytics.index.kinds import kind_of
 
-    chosen = {"lists": lists, "bits": bits, "factory": factory, "aim": aim}
+    chosen = {
+        "lists": lists, "bits": bits, "parts": parts, "degree": degree, "factory": factory,
+        "aim": aim,
+    }  # fmt: skip
     given = {name: value for name, value in chosen.items() if value is not None}
     vectors, ids, own = _rows(ctx, shard, file, vector_column, id_column)
-    index = VectorIndex.build(
-        vectors, ids, kind=kind_of({"name": kind} | given), metric=metric or own, seed=seed
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecallShort)  # said below, and in the answer
+        index = VectorIndex.build(
+            vectors, ids, kind=kind_of({"name": kind} | given), metric=metric or own, seed=seed
+        )
     digest = index.save(folder)
     answer = {"folder": str(folder), "sha256": digest, "content_sha256": index.content_sha256()}
+    answer |= _short(index)
     emit(answer | plain(index.stats()), as_json)
 
 
@@ -157,7 +177,7 @@ def search(
         for place in range(int(found[at]))
     ]
     answer = {"folder": str(folder), "kind": index.kind.name, "metric": index.metric}
-    answer |= {"where": index.stats().where}
+    answer |= {"where": index.stats().where} | _short(index)
     shown = answer | {"rows": rows}
     if told.health is not None:
         met = told.health
@@ -177,6 +197,14 @@ def search(
         told_of = {"verdicts": said, "decisions": [each.to_json() for each in decisions]}
         answer |= {"health": counts | lists | told_of}
     emit(answer | {"found": found.tolist(), "rows": rows}, as_json, shown=shown)
+
+
+def _short(index: VectorIndex[Any]) -> dict[str, str]:
+    """Said aloud, and for the answer: that the index does not reach the recall that it was built for."""
+    said = index.shortfall()
+    if said:
+        typer.echo(f"warning: {said}", err=True)
+    return {"recall_short": said} if said else {}
 
 
 def _rows(

@@ -107,6 +107,12 @@ class _Index:
         self.held = None if borrow else np.array(rows)
         self.borrowed = weakref.ref(rows) if borrow else None
 
+    def count_lists(self) -> None:
+        """Of each list as it is now, for list_sizes."""
+        apart = ((self.rows[:, None] - self.centres[None]) ** 2).sum(axis=2)
+        sizes = np.bincount(apart.argmin(axis=1), minlength=len(self.centres)).astype(np.uint32)
+        self._known["list_sizes"] = SimpleNamespace(copy_to_host=lambda: sizes)
+
     @property
     def rows(self) -> Any:
         if self.borrowed is None:
@@ -159,6 +165,7 @@ class _Cuvs:
             )  # fmt: skip
             index.take(rows, borrow=False)
             index.centres = np.array(rows[: index_params.n_lists])
+            index.count_lists()
         else:
             degree = {} if index_params is None else {"graph_degree": index_params.graph_degree}
             index = _Index(self._fields(where), **degree)
@@ -230,13 +237,15 @@ class _Cuvs:
         assert new.dtype == np.int64
         index.take(np.concatenate((index.rows, more)).view(OnCard), borrow=False)
         index.ids = np.concatenate((index.ids, new))
+        if where == "ivf_pq":
+            index.count_lists()
         return index
 
     def _save(self, where: str, filename: str, index: _Index, **given: Any) -> None:
         centres = np.empty((0, 0)) if index.centres is None else index.centres
         with Path(filename.encode().decode()).open("wb") as file:
             np.savez(file, where=where, rows=index.rows, ids=index.ids, centres=centres,
-                     known=np.array([[a, b] for a, b in index._known.items() if a != "trained"]))  # fmt: skip
+                     known=np.array([[a, b] for a, b in index._known.items() if isinstance(b, int) and a != "trained"]))  # fmt: skip
 
     def _load(self, where: str, filename: str, **given: Any) -> _Index:
         with np.load(filename.encode().decode()) as kept:
@@ -246,7 +255,9 @@ class _Cuvs:
             index = _Index(self._fields(where), **known)
             index.take(kept["rows"].view(OnCard), borrow=False)
             index.ids = kept["ids"]
-            index.centres = kept["centres"] if kept["centres"].size else None
+            if kept["centres"].size:
+                index.centres = kept["centres"]
+                index.count_lists()
         return index
 
 

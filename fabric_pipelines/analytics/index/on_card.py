@@ -32,10 +32,13 @@ from fabric_pipelines.errors import DeviceRefused
 def opened(kind: str) -> CardScans:
     """On the machine's first card. DeviceRefused for a kind without kernels, and without a card that the shipped kernels run
     on; MissingDependency without CuPy."""
-    if kind == "faiss":
-        raise DeviceRefused(
-            "an index of kind 'faiss' has no kernels of its own: use the cpu backend"
+    if kind in ("faiss", "cagra", "ivf_pq"):
+        where = (
+            "the cpu backend"
+            if kind == "faiss"
+            else "the cpu backend, and cuVS searches on the card"
         )
+        raise DeviceRefused(f"an index of kind {kind!r} has no kernels of its own: use {where}")
     return CardScans(gpu.Gpu(0))
 
 
