@@ -71,8 +71,8 @@ class Csr:
 
     def sizes_within(self, rows: slice) -> I64:
         """Rows of each cluster that lie in a range."""
-        within: I64 = np.diff(np.clip(self.indptr, rows.start, rows.stop))
-        return within
+        borders: I64 = np.clip(self.indptr, rows.start, rows.stop)
+        return np.diff(borders)
 
     def owner(self) -> I64:
         """Cluster of each row."""
