@@ -69,6 +69,11 @@ class Csr:
     def sizes(self) -> I64:
         return np.diff(self.indptr)
 
+    def sizes_within(self, rows: slice) -> I64:
+        """Rows of each cluster that lie in a range."""
+        borders: I64 = np.clip(self.indptr, rows.start, rows.stop)
+        return np.diff(borders)
+
     def owner(self) -> I64:
         """Cluster of each row."""
         return np.repeat(np.arange(self.clusters, dtype=np.int64), self.sizes)

@@ -36,6 +36,7 @@ from fabric_pipelines.analytics.sweeps import (
     Pulled,
     Spectra,
 )
+from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -539,14 +540,19 @@ class CudaSweeps(CpuSweeps):
 
     def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
         """By the kernels of P2 and P3; what is made of one number a row is made here."""
-        csr = self._csr
-        apart = np.sqrt(self.radius2(weight, mean + here))
-        listed = weight != 0
-        far = listed & (apart > np.repeat(reach, csr.sizes))
-        pull = np.divide(1.0, apart, out=np.zeros_like(apart), where=far)
-        strength = segment_sum(pull, csr.indptr)
-        met = segment_sum((listed & ~far).astype(np.float64), csr.indptr)
-        total = self.centroid(weight * pull)
+        csr, apart2 = self._csr, self.radius2(weight, mean + here)
+        pull, near, weighed = np.zeros((3, len(weight)))
+
+        def judge(rows: slice) -> None:
+            apart, listed = np.sqrt(apart2[rows]), weight[rows] != 0
+            far = listed & (apart > np.repeat(reach, csr.sizes_within(rows)))
+            np.divide(1.0, apart, out=pull[rows], where=far)
+            near[rows] = listed & ~far
+            np.multiply(weight[rows], pull[rows], out=weighed[rows])
+
+        over_rows(judge, len(weight))
+        strength, met = segment_sum(pull, csr.indptr), segment_sum(near, csr.indptr)
+        total = self.centroid(weighed)
         total -= mean * strength[:, None]
         return Pulled(total, strength, met)
 
