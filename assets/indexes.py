@@ -7,7 +7,6 @@ assets; rows, blocks and receipts stay where their owners keep them.
 from typing import Any
 
 import dagster as dg
-import numpy as np
 
 from assets.lineage import latest_submission, require_latest, results_key
 from assets.metadata import column_schema, figure, records_table, sample, shown
@@ -15,7 +14,7 @@ from fabric_pipelines import receipts
 from fabric_pipelines.analytics.health import METRICS, HealthTable, Metric
 from fabric_pipelines.analytics.rules import Verdict
 from fabric_pipelines.shards import Judged, build_if_moved, judge, recall_of, record
-from fabric_pipelines.workloads import embeddings, figures
+from fabric_pipelines.workloads import embeddings, figures, health_figures
 from resources.database import DatabaseResource
 from resources.gpu_worker import GpuWorkerResource
 from resources.lake import LakeResource
@@ -101,12 +100,11 @@ def measure_health(
     health, table = judged.health, judged.to_arrow()
     artifact = lake.put("indexes/cluster_health.parquet", table)
     names = list(health.readings)
-    values = np.stack([health.readings[name].value for name in names], axis=1)
-    clusters = [str(number) for number in range(health.clusters)]
+    pictures = health_figures.drawn(health, judged.odd())
     return dg.MaterializeResult(
         metadata={
             "metrics_by_cluster": records_table(_health_rows(health)),
-            "health_map": figure(figures.health_map(values, clusters, names)),
+            **{name: figure(svg) for name, svg in pictures.items()},
             "generation": built["generation"],
             "clusters": health.clusters,
             "metrics": len(names),

@@ -43,6 +43,7 @@ from fabric_pipelines.interrupts import CTRL_C
 from fabric_pipelines.screen import pairs, plain
 
 if TYPE_CHECKING:
+    from fabric_pipelines.shards import Judged
     from fabric_pipelines.telemetry import ProgressBoard
 
 PARTIAL = 5  # it worked, and dead letters exist
@@ -411,6 +412,16 @@ def health(
     record: Annotated[
         bool, typer.Option(help="Keep the verdicts beside the generation, for those after it.")
     ] = False,
+    probes: Annotated[
+        bool,
+        typer.Option("--probes", help="Ask it for its own rows: which lists are probed in vain."),
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for SVG pictures of rows, margins and clusters.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Parquet file: a row a cluster, values with statuses.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Health metrics of every cluster of a shard, and what the rules make of them."""
@@ -424,7 +435,7 @@ def health(
     table = rules.load(Path(settings.health_rules) if settings.health_rules else None)
     database = Database.of(settings)
     with timed() as clock, shards.open_shard(database, settings.shards_dir, shard) as opened:
-        judged = shards.judge(database, settings.shards_dir, opened, table)
+        judged = shards.judge(database, settings.shards_dir, opened, table, ask=probes)
         if record:
             shards.record(opened.generation, judged)
     found = judged.health
@@ -441,11 +452,32 @@ def health(
         "recorded": record,
         **judged.to_json(),
     }
+    if plots:
+        answer["plots"] = _drawn(judged, plots)
+    if out:
+        from fabric_pipelines.api import write_table
+
+        write_table(judged.to_arrow(), out)
+        answer["out"] = str(out)
     noted = [each for each in judged.decisions if each.pending or each.verdict is not Verdict.KEEP]
     verdicts = {name: count for name, count in judged.verdicts().items() if count}
     _emit(
         answer, as_json, shown={**answer, "verdicts": verdicts, "decisions": list(map(str, noted))}
     )
+
+
+def _drawn(judged: Judged, folder: Path) -> list[str]:
+    from fabric_pipelines.workloads import health_figures
+
+    paths = []
+    for name, svg in health_figures.drawn(judged.health, judged.odd()).items():
+        paths.append(str(folder / f"{name}.svg"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            Path(paths[-1]).write_text(svg, encoding="utf-8")
+        except OSError as fault:
+            raise UsageError(f"{paths[-1]} cannot be written: {fault.strerror}") from fault
+    return paths
 
 
 def _mean(values: Any) -> float | None:

@@ -136,9 +136,6 @@ def bench_health(
     backend: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Where the passes of the store run.")
     ] = "cpu",
-    unproven: Annotated[
-        bool, typer.Option("--unproven", help="Also by kernels that no card has run yet.")
-    ] = False,
     workspace_gib: Annotated[
         int,
         typer.Option(min=1, help="What a pass may hold beyond the rows; more, and it is left out."),
@@ -149,7 +146,7 @@ def bench_health(
     from fabric_pipelines.bench.health import Where, measure, table
 
     CTRL_C.begin()
-    where = Where(backend, unproven, workspace_gib << 30)
+    where = Where(backend, workspace_gib << 30)
     report = measure(
         rows, dim, clusters, peer=peer, say=lambda line: typer.echo(line, err=True), where=where
     )

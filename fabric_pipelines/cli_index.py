@@ -5,6 +5,7 @@ A published shard is searched exactly by `fabric shard search`; this is for the 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,22 +19,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from fabric_pipelines.analytics.index import VectorIndex
+
 app = typer.Typer(
-    no_args_is_help=True, help="Indexes in folders: exact, inverted file, lattice; their recall."
+    no_args_is_help=True,
+    help="Indexes in folders: exact, inverted file, lattice, and other libraries'; their recall.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the index lies.")]
-Backend = Annotated[
-    Literal["cpu", "cuda"], typer.Option(help="Where it is scanned; cuda needs --unproven.")
-]
-Unproven = Annotated[
-    bool,
-    typer.Option(
-        "--unproven",
-        help="Take scans that no card has run yet: they were held to the CPU's answers on a CPU.",
-    ),
-]
+Backend = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is scanned.")]
 Vectors = Annotated[str, typer.Option(help="Column of the vectors in a Parquet file.")]
 
 
@@ -48,7 +43,8 @@ def index_build(
     vector_column: Vectors = "vector",
     id_column: Annotated[str, typer.Option(help="Column of the ids.")] = "id",
     kind: Annotated[
-        Literal["exact", "inverted", "lattice", "faiss"], typer.Option(help="How it is searched.")
+        Literal["exact", "inverted", "lattice", "faiss", "cagra", "ivf_pq"],
+        typer.Option(help="How it is searched; cagra and ivf_pq by cuVS, on a card."),
     ] = "inverted",
     metric: Annotated[
         Literal["cosine", "l2"] | None,
@@ -58,7 +54,16 @@ def index_build(
         int | None, typer.Option(min=0, help="How many; default: the square root of the rows.")
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(min=2, max=4, help="Of a lattice code, a dimension; default: 4.")
+        int | None,
+        typer.Option(
+            min=2, max=8, help="Of a lattice code, a dimension (4); of a code of ivf_pq (8)."
+        ),
+    ] = None,
+    parts: Annotated[
+        int | None, typer.Option(min=0, help="Codes a row of ivf_pq; default: cuVS chooses.")
+    ] = None,
+    degree: Annotated[
+        int | None, typer.Option(min=2, help="Edges a row of the graph of cagra; default: 64.")
     ] = None,
     factory: Annotated[
         str | None, typer.Option(help="Of kind faiss: its factory string; default: HNSW32.")
@@ -70,17 +75,23 @@ def index_build(
     as_json: Json = False,
 ) -> None:
     """Build an index from a shard or a file, measure its recall against exact search, and keep both."""
-    from fabric_pipelines.analytics.index import VectorIndex
-    from fabric_pipelines.analytics.index.door import kind_of
+    from fabric_pipelines.analytics.index import RecallShort, VectorIndex
+    from fabric_pipelines.analytics.index.kinds import kind_of
 
-    chosen = {"lists": lists, "bits": bits, "factory": factory, "aim": aim}
+    chosen = {
+        "lists": lists, "bits": bits, "parts": parts, "degree": degree, "factory": factory,
+        "aim": aim,
+    }  # fmt: skip
     given = {name: value for name, value in chosen.items() if value is not None}
     vectors, ids, own = _rows(ctx, shard, file, vector_column, id_column)
-    index = VectorIndex.build(
-        vectors, ids, kind=kind_of({"name": kind} | given), metric=metric or own, seed=seed
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecallShort)  # said below, and in the answer
+        index = VectorIndex.build(
+            vectors, ids, kind=kind_of({"name": kind} | given), metric=metric or own, seed=seed
+        )
     digest = index.save(folder)
     answer = {"folder": str(folder), "sha256": digest, "content_sha256": index.content_sha256()}
+    answer |= _short(index)
     emit(answer | plain(index.stats()), as_json)
 
 
@@ -93,7 +104,6 @@ def index_recall(
         Path | None, typer.Option(help="Write recall against latency as PNG here.")
     ] = None,
     backend: Backend = "cpu",
-    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """Recall against exact search and milliseconds a query, on this machine, for every effort."""
@@ -101,7 +111,7 @@ def index_recall(
     from fabric_pipelines.analytics.index.tradeoff import picture, tradeoff
 
     settings_of(ctx)
-    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
+    index = VectorIndex.load(folder, backend=backend)
     steps = tradeoff(index, k)
     stats = index.stats()
     if plot:
@@ -131,20 +141,27 @@ def search(
     health: Annotated[
         bool, typer.Option("--health", help="And what the search met: lists that gave nothing.")
     ] = False,
+    record: Annotated[
+        bool, typer.Option(help="With --health: keep the verdicts on lists in the folder.")
+    ] = False,
     backend: Backend = "cpu",
-    unproven: Unproven = False,
     as_json: Json = False,
 ) -> None:
     """The nearest rows of an index for rows of it or for queries of a file, nearest first."""
     import numpy as np
 
-    from fabric_pipelines.analytics.index import VectorIndex
+    from fabric_pipelines.analytics import rules
+    from fabric_pipelines.analytics.decisions import counts as counted
+    from fabric_pipelines.analytics.index import VectorIndex, verdicts
     from fabric_pipelines.analytics.index.files import read_queries
 
-    settings_of(ctx)
+    given = settings_of(ctx).health_rules
+    table = rules.load(Path(given) if given else None)
+    if record and not health:
+        raise UsageError("what is recorded? --record keeps what --health finds: give both")
     if bool(like) == bool(queries):
         raise UsageError("what is searched for? give --like ID, or --queries FILE")
-    index = VectorIndex.load(folder, backend=backend, unproven=unproven)
+    index = VectorIndex.load(folder, backend=backend)
     if queries:
         xq: Any = read_queries(queries, vector_column)
         names = list(range(len(xq)))
@@ -160,7 +177,7 @@ def search(
         for place in range(int(found[at]))
     ]
     answer = {"folder": str(folder), "kind": index.kind.name, "metric": index.metric}
-    answer |= {"where": index.stats().where}
+    answer |= {"where": index.stats().where} | _short(index)
     shown = answer | {"rows": rows}
     if told.health is not None:
         met = told.health
@@ -168,8 +185,26 @@ def search(
         counts |= {"probes": int(met.probe.sum()), "wasted_probes": int(met.wasted.sum())}
         shown |= counts
         lists = {name: getattr(met, name).tolist() for name in ("probe", "hit", "wasted", "margin")}
-        answer |= {"health": counts | lists}
+        wide, _ = index.effort(k, nprobe, rerank)
+        decisions = verdicts.judge(index, met, wide, table, folder)
+        if record:
+            verdicts.record(folder, decisions, table)
+        noted = [
+            each for each in decisions if each.pending or each.verdict is not rules.Verdict.KEEP
+        ]
+        said = {name: count for name, count in counted(decisions).items() if count}
+        shown |= {"verdicts": said, "decisions": list(map(str, noted))}
+        told_of = {"verdicts": said, "decisions": [each.to_json() for each in decisions]}
+        answer |= {"health": counts | lists | told_of}
     emit(answer | {"found": found.tolist(), "rows": rows}, as_json, shown=shown)
+
+
+def _short(index: VectorIndex[Any]) -> dict[str, str]:
+    """Said aloud, and for the answer: that the index does not reach the recall that it was built for."""
+    said = index.shortfall()
+    if said:
+        typer.echo(f"warning: {said}", err=True)
+    return {"recall_short": said} if said else {}
 
 
 def _rows(

@@ -59,7 +59,9 @@ def costs(csr: Csr) -> Mapping[str, Cost]:
     place = 4 if rows <= np.iinfo(np.int32).max else 8
     pitch = 4 * kernels_tiles.pitch_of(dim)
     centres = clusters * (pitch + 36) + 32
+    points = centres + 8 * (rows + dim) + 64 + min(rows, window_rows(dim)) * (pitch + 48)
     at_once = min(rows, max(window_rows(dim), largest))
+    quantile = 9 * rows + 8 * (clusters + 1)  # of P8 and P9, once their tiles are gone
     window = 8 * rows + at_once * (pitch + 48) + means + 48 * clusters + 64
     slots = -(-rows // MOVE_ROWS) + clusters
     halves = 26 * rows + 2 * means + 25 * clusters + 8 * slots + _partials(rows, MOVE_ROWS, csr)
@@ -71,8 +73,8 @@ def costs(csr: Csr) -> Mapping[str, Cost]:
         "P5": Cost(max(radii, sums)),
         "P6": _spectra(csr),
         "P7": Cost(centres),
-        "P8": Cost(centres + 8 * (rows + dim) + 64 + min(rows, window_rows(dim)) * (pitch + 48)),
-        "P9": Cost(window + at_once * 8 * listed),
+        "P8": Cost(max(points, quantile)),
+        "P9": Cost(max(window + at_once * 8 * listed, quantile)),
         "P10": Cost(((place + 8) * listed + 53) * rows + 8 * clusters),
         "P11": Cost(window),
         "P12": Cost(halves),

@@ -16,6 +16,7 @@ from fabric_pipelines.analytics import card_plan
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.stacks import Members
+from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.analytics.tiles import NearCentres, PairRows, WeighedRows
 from fabric_pipelines.device.card import Card, DeviceArray
 
@@ -58,9 +59,11 @@ class CardTiles:
     ) -> NearCentres:
         """See tiles.Tiles."""
         spread = within / size
-        reach2 = np.einsum("kd,kd->k", centres - origin, centres - origin).max() + spread.max()
+        apart = centres - origin
+        reach2 = np.einsum("kd,kd->k", apart, apart).max() + spread.max()
         scale = _unit(reach2)
-        there = self._flat((centres - origin) * scale)
+        apart *= scale
+        there = self._flat(apart)
         spread_there, size_there = self._send(spread * scale**2), self._send(size)
         weight_there = self._send(weight * scale)
         count = len(weight)
@@ -75,10 +78,13 @@ class CardTiles:
             found = tiles.centre_points(
                 self._gpu, block, there, self._send(own[part]), spread_there, size_there
             )
-            out.own2[part] = self._gpu.download(found.own2) / scale**2
-            near2 = tiles.nearest_centre(self._gpu.download(found.near))[1]
-            out.near2[part] = near2.astype(np.float64) / scale**2
-            out.mean2[part] = self._gpu.download(found.b) / scale**2
+            near2 = tiles.squares(self._gpu.download(found.near))
+            for into, scaled in (
+                (out.own2, self._gpu.download(found.own2)),
+                (out.near2, near2),
+                (out.mean2, self._gpu.download(found.b)),
+            ):
+                np.divide(scaled, scale**2, out=into[part])
             del block, found  # before the next window is taken
         return out
 
@@ -89,7 +95,7 @@ class CardTiles:
         for window in self._windows(members, radius2, copy_of):
             found = tiles.pair_tile(self._gpu, window.rows, window.copy, k)
             scale = np.repeat(window.scale, np.diff(window.rows.bounds))
-            place, distance = tiles.pair_neighbours(self._gpu.download(found.near))
+            place, distance = _neighbours(self._gpu.download(found.near), scale)
             yield (
                 window.places,
                 PairRows(
@@ -97,7 +103,7 @@ class CardTiles:
                     self._gpu.download(found.total2) / scale**2,
                     self._gpu.download(found.greatest2) / scale**2,
                     place,
-                    distance / scale[:, None],
+                    distance,
                 ),
             )
             del window, found  # before the next one is taken
@@ -165,6 +171,18 @@ class CardTiles:
         there = self._gpu.empty(host.shape, host.dtype)
         self._gpu.store(there, host)
         return there
+
+
+def _neighbours(near: npt.NDArray[np.uint64], scale: F64) -> tuple[I64, F64]:
+    """Keys u64 [n, k] of rows scaled by f64 [n] -> places and distances."""
+    place, distance = np.empty(near.shape, np.int64), np.empty(near.shape)
+
+    def decode(rows: slice) -> None:
+        place[rows], scaled = tiles.pair_neighbours(near[rows])
+        distance[rows] = scaled / scale[rows, None]
+
+    over_rows(decode, *near.shape)
+    return place, distance
 
 
 def _unit(length2: F64 | float) -> F64:

@@ -69,6 +69,11 @@ class Csr:
     def sizes(self) -> I64:
         return np.diff(self.indptr)
 
+    def sizes_within(self, rows: slice) -> I64:
+        """Rows of each cluster that lie in a range."""
+        borders: I64 = np.clip(self.indptr, rows.start, rows.stop)
+        return np.diff(borders)
+
     def owner(self) -> I64:
         """Cluster of each row."""
         return np.repeat(np.arange(self.clusters, dtype=np.int64), self.sizes)
@@ -100,6 +105,14 @@ def _reduce(ufunc: np.ufunc, values: npt.NDArray[Any], indptr: I64, empty: Any) 
     if filled.any():
         out[filled] = ufunc.reduceat(values, indptr[:-1][filled])
     return out
+
+
+def ranges(first: I64, count: I64) -> I64:
+    """first[i] to first[i] + count[i] - 1 of every i, one after another."""
+    before = np.cumsum(count) - count
+    at: I64 = np.repeat(first - before, count)
+    at += np.arange(len(at))
+    return at
 
 
 def unknown(clusters: int) -> F64:

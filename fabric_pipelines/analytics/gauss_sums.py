@@ -22,6 +22,7 @@ from fabric_pipelines.analytics.csr import (
 from fabric_pipelines.analytics.neighbours import NEIGHBOURS, Neighbours
 from fabric_pipelines.analytics.pair_tiles import tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
+from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.analytics.tiles import Tiles
 
 TIE = 1e-10  # log densities closer than this are equal: the lower id is the mode
@@ -127,10 +128,15 @@ def _by_tiles(
 def _densest(csr: Csr, found: Neighbours, density: F64, tie: float) -> Bool:
     """Rows denser than all their neighbours; equals go to the lower id."""
     peak = np.isfinite(density)
-    for rank in range(min(NEIGHBOURS, found.row.shape[1])):
-        there = found.row[:, rank]
-        other = np.where(there >= 0, density[there], -np.inf)
-        lower = csr.ids < csr.ids[there]
-        ahead = density - other
-        peak &= (ahead > tie) | ((np.abs(ahead) <= tie) & lower) | (there < 0)
+    ranks = range(min(NEIGHBOURS, found.row.shape[1]))
+
+    def judge(rows: slice) -> None:
+        for rank in ranks:
+            there = found.row[rows, rank]
+            other = np.where(there >= 0, density[there], -np.inf)
+            lower = csr.ids[rows] < csr.ids[there]
+            ahead = density[rows] - other
+            peak[rows] &= (ahead > tie) | ((np.abs(ahead) <= tie) & lower) | (there < 0)
+
+    over_rows(judge, len(peak), len(ranks))
     return peak

@@ -147,14 +147,12 @@ def measure(
     budget_flop: float | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     only: Collection[str] | None = None,
-    unproven: bool = False,
 ) -> HealthTable:
     """Health of each cluster c = rows indptr[c]:indptr[c+1] of X (f32 [N, d]); ids int64 [N].
 
-    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs the sweeps of P1-P3 on the GPU
-    and the rest here; table.backend says which. `unproven`: also, by kernels that were never run on a card, P4, P5, P6, P10 and P12 and,
-    in float32, the tiles of P7, P8, P9 and P11. A pass that costs more than `budget_flop`, or holds more
-    than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
+    metric "cosine": rows count as directions; "l2": as they are. backend "cuda" runs every pass by kernels on
+    the GPU, those of P7, P8, P9 and P11 in float32, and here what the card has no room for; table.backend says which. A pass that costs
+    more than `budget_flop`, or holds more than `workspace_bytes` beyond the rows, is skipped whole, and so is one that needs it. `only`: names of
     metrics, to run no pass but those they need. Raises UsageError for input out of order, MissingDependency or DeviceRefused for "cuda" without
     CuPy or a fit device.
     """
@@ -165,7 +163,7 @@ def measure(
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
     with timed() as opening:
-        sweeps = _sweeps(backend, csr, unproven=unproven)
+        sweeps = _sweeps(backend, csr)
     try:
         drawn = plan.draw(
             csr,
@@ -187,14 +185,14 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
     return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
-def _sweeps(backend: str, csr: Csr, *, unproven: bool) -> Sweeps:
+def _sweeps(backend: str, csr: Csr) -> Sweeps:
     if backend == "cpu":
         return CpuSweeps(csr)
     if backend == "cuda":
         # here and not above: the CPU path must not need CuPy, not even to be looked for
-        from fabric_pipelines.analytics.kernels import CudaSweeps, UnprovenSweeps
+        from fabric_pipelines.analytics.kernels import CudaSweeps
 
-        return UnprovenSweeps(csr) if unproven else CudaSweeps(csr)
+        return CudaSweeps(csr)
     raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
 
 
@@ -277,11 +275,11 @@ def _run(
     several = int((size > 0).sum()) > 1
     points = None
     if several:
-        points = may("P8", lambda: passes.points(csr, found, means, radii, sweeps.tiles))
+        points = may("P8", lambda: passes.points(csr, sweeps, found, means, radii))
     near = edges = sums = None
     if order is not None:
         copies = order.copy_of
-        near = may("P9", lambda: neighbours(csr, members, radius2, copies, sweeps.tiles))
+        near = may("P9", lambda: neighbours(csr, sweeps, members, radius2, copies))
     if near is not None and order is not None:
         lists, heat = near, near.bandwidth**2
         edges = may("P10", lambda: graph(csr, sweeps, found.good, size, lists))

@@ -36,6 +36,7 @@ from fabric_pipelines.analytics.sweeps import (
     Pulled,
     Spectra,
 )
+from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
@@ -457,35 +458,44 @@ def flat_words(
 
 
 class CudaSweeps(CpuSweeps):
-    """The three sweeps whose kernels were held to their twins on a card; the rest on the CPU. The rows are uploaded once and
-    stay on the card until close."""
+    """The sweeps by kernels, and tiles by kernels in float32. Rows, ids and borders are uploaded once and stay on the card until
+    close. `tiles` is None where they leave too little of its memory for a window of centred rows, and P6 is not swept where they
+    leave too little for the largest matrix: the table then says "cpu" of those passes."""
 
     name = "cuda"
-    swept = frozenset({"open", "P1", "P2", "P3"})
+    swept = frozenset({"open", "P1", "P2", "P3", "P4", "P5", "P6", "P10", "P12"})
 
     def __init__(self, csr: Csr, ordinal: int = 0) -> None:
         super().__init__(csr)
         self._gpu = Gpu(ordinal)
         planned = card_plan.costs(csr)
-        self.costs = {name: cost for name, cost in planned.items() if name in self.swept}
-        most = max(cost.card_bytes for name, cost in self.costs.items() if name not in OPTIONAL)
+        needed = [cost for name, cost in planned.items() if name in self.swept - set(OPTIONAL)]
         try:
-            what = f"measuring {len(csr.rows):,} rows of {csr.dim}"
             self._gpu.require_memory(
-                card_plan.opening_bytes(csr) + most,
-                what,
+                card_plan.opening_bytes(csr) + max(cost.card_bytes for cost in needed),
+                f"measuring {len(csr.rows):,} rows of {csr.dim}",
                 "measure fewer clusters at a time, or use the cpu backend",
             )
             self._rows: DeviceArray = self._gpu.upload(csr.rows)
             self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
+            self._ids: DeviceArray = self._gpu.upload(csr.ids)
+            free = self._gpu.memory().free_bytes
+            if max(planned[name].card_bytes for name in card_tiles.PASSES) <= free:
+                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
         except DeviceRefused:
             self._gpu.close()
             raise
+        self._spectra_fit = planned["P6"].card_bytes <= free
+        if not self._spectra_fit:
+            self.swept = self.swept - {"P6"}
+        taken = self.swept | set(card_tiles.PASSES if self.tiles is not None else ())
+        self.costs = {name: cost for name, cost in planned.items() if name in taken}
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
-        """The kernel hashes on its way through the row, asked or not."""
-        parts = row_admit(self._gpu, self._rows, min_norm)
-        return Admitted(*(self._gpu.download(part) for part in parts))
+        """The kernel hashes on its way through the row, asked or not; what nobody reads stays there."""
+        norm2, flag, row_hash = row_admit(self._gpu, self._rows, min_norm)
+        there = self._gpu.download(row_hash) if hashed else np.zeros(row_hash.shape, np.uint64)
+        return Admitted(self._gpu.download(norm2), self._gpu.download(flag), there)
 
     def centroid(self, weight: F64) -> F64:
         return self._gpu.download(
@@ -497,35 +507,6 @@ class CudaSweeps(CpuSweeps):
         return self._gpu.download(
             csr_radius(self._gpu, self._rows, weight_there, self._indptr, centroid_there)
         )
-
-    def close(self) -> None:
-        self._rows = self._indptr = self.tiles = None
-        self._gpu.close()
-
-
-class UnprovenSweeps(CudaSweeps):
-    """More of the table on the card, by kernels that no card has run yet: they were held to their twins on a CPU alone
-    (testing.host_gpu). `tiles` is None where the rows leave too little of the card's memory for a window of centred rows, and P6 is not
-    swept where they leave too little for the largest matrix: the table then says "cpu" of those passes."""
-
-    swept = CudaSweeps.swept | {"P4", "P5", "P6", "P10", "P12"}
-
-    def __init__(self, csr: Csr, ordinal: int = 0) -> None:
-        super().__init__(csr, ordinal)
-        try:
-            self._ids: DeviceArray = self._gpu.upload(csr.ids)
-            free = self._gpu.memory().free_bytes
-            planned = card_plan.costs(csr)
-            if max(planned[name].card_bytes for name in card_tiles.PASSES) <= free:
-                self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
-            self._spectra_fit = planned["P6"].card_bytes <= free
-            if not self._spectra_fit:
-                self.swept = self.swept - {"P6"}
-            taken = self.swept | set(card_tiles.PASSES if self.tiles is not None else ())
-            self.costs = {name: cost for name, cost in planned.items() if name in taken}
-        except DeviceRefused:
-            self._gpu.close()
-            raise
 
     def _left_out(self, kept: Bool) -> DeviceArray:
         return self._gpu.upload((~kept).astype(np.uint8))
@@ -559,14 +540,19 @@ class UnprovenSweeps(CudaSweeps):
 
     def pulled(self, weight: F64, mean: F64, here: F64, reach: F64) -> Pulled | None:
         """By the kernels of P2 and P3; what is made of one number a row is made here."""
-        csr = self._csr
-        apart = np.sqrt(self.radius2(weight, mean + here))
-        listed = weight != 0
-        far = listed & (apart > np.repeat(reach, csr.sizes))
-        pull = np.divide(1.0, apart, out=np.zeros_like(apart), where=far)
-        strength = segment_sum(pull, csr.indptr)
-        met = segment_sum((listed & ~far).astype(np.float64), csr.indptr)
-        total = self.centroid(weight * pull)
+        csr, apart2 = self._csr, self.radius2(weight, mean + here)
+        pull, near, weighed = np.zeros((3, len(weight)))
+
+        def judge(rows: slice) -> None:
+            apart, listed = np.sqrt(apart2[rows]), weight[rows] != 0
+            far = listed & (apart > np.repeat(reach, csr.sizes_within(rows)))
+            np.divide(1.0, apart, out=pull[rows], where=far)
+            near[rows] = listed & ~far
+            np.multiply(weight[rows], pull[rows], out=weighed[rows])
+
+        over_rows(judge, len(weight))
+        strength, met = segment_sum(pull, csr.indptr), segment_sum(near, csr.indptr)
+        total = self.centroid(weighed)
         total -= mean * strength[:, None]
         return Pulled(total, strength, met)
 
@@ -618,5 +604,5 @@ class UnprovenSweeps(CudaSweeps):
         return Parted(place, apart2, above, norm2 * size / rest)
 
     def close(self) -> None:
-        self._ids = None
-        super().close()
+        self._rows = self._indptr = self._ids = self.tiles = None
+        self._gpu.close()

@@ -284,14 +284,19 @@ def pair_neighbours(near: npt.NDArray[np.uint64]) -> tuple[I64, F32]:
     """Keys u64 [n, k] -> places in the cluster int64 (-1: no such neighbour) and distances f32 (NaN there)."""
     none = near == NO_KEY
     place = np.where(none, -1, (near & np.uint64(2**32 - 1)).astype(np.int64))
-    distance: F32 = np.sqrt((near >> np.uint64(32)).astype(np.uint32).view(np.float32))
+    distance: F32 = np.sqrt(squares(near))
     return place, distance  # the bits of NO_KEY are a NaN
 
 
 def nearest_centre(near: npt.NDArray[np.uint64]) -> tuple[I64, F32]:
     """Keys u64 [n] -> numbers of the nearest other centres int64 (-1: none) and squared distances f32 (NaN there)."""
     number = np.where(near == NO_KEY, -1, (near & np.uint64(2**32 - 1)).astype(np.int64))
-    return number, (near >> np.uint64(32)).astype(np.uint32).view(np.float32)
+    return number, squares(near)
+
+
+def squares(near: npt.NDArray[np.uint64]) -> F32:
+    """The squared distances of keys, f32 as `near`; NaN where there is no neighbour."""
+    return (near >> np.uint64(32)).astype(np.uint32).view(np.float32)
 
 
 def greatest_partner(key: npt.NDArray[np.uint64]) -> tuple[I64, F32]:

@@ -8,6 +8,7 @@ by distance and, among equals, by id. 2^-40 of a squared distance is given up fo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from fabric_pipelines.analytics.csr import (
     I64,
     Csr,
     segment_max,
-    segment_quantiles,
     segment_sum,
     unknown,
 )
 from fabric_pipelines.analytics.pair_tiles import COLUMNS_MAX, tile_values, tiles
 from fabric_pipelines.analytics.stacks import Members, Stack
-from fabric_pipelines.analytics.tiles import Tiles
+from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
+from fabric_pipelines.analytics.threads import over_rows
+from fabric_pipelines.analytics.tiles import PairRows, Tiles
 
 NEIGHBOURS = 10  # k of the k-NN graph, of hubness and of the kernel temperature
 LOF_NEIGHBOURS = 20
@@ -56,9 +58,10 @@ class Neighbours:
 
 
 def neighbours(
-    csr: Csr, members: Members, radius2: F64, copy_of: I64, tiles: Tiles | None = None
+    csr: Csr, sweeps: Sweeps, members: Members, radius2: F64, copy_of: I64
 ) -> Neighbours:
     """radius2 f64 [N] as P3 left it; copy_of int64 [N] as P4 left it."""
+    tiles = sweeps.tiles
     width = int(min(LOF_NEIGHBOURS, max(0, members.size.max(initial=0) - 1)))
     kind = np.int32 if len(csr.rows) <= np.iinfo(np.int32).max else np.int64
     out = Neighbours(
@@ -82,7 +85,7 @@ def neighbours(
     elif width:
         _by_tiles(csr, members, radius2, copy_of, tiles, out)
     if width:
-        _summarise(csr, members.size, out)
+        _summarise(csr, beside_tiles(sweeps, csr), members.size, out)
     return out
 
 
@@ -96,12 +99,9 @@ def _by_tiles(
     owner, several = csr.owner(), members.size > 1
     total, total2, greatest2 = np.zeros((3, len(members.places)))
     for part, found in tiles.pairs(members, radius2, copy_of, out.row.shape[1]):
-        at = members.places[part]
         total[part], total2[part], greatest2[part] = found.total, found.total2, found.greatest2
-        listed = found.place >= 0
-        there = members.first[owner[at]][:, None] + np.where(listed, found.place, 0)
-        out.row[at] = np.where(listed, members.places[there], -1)
-        out.distance[at] = found.distance
+        listing = partial(_list, members, owner, members.places[part], found, out)
+        over_rows(listing, len(found.place), out.row.shape[1])
     bounds = np.append(members.first, len(members.places))
     within2 = radius2[members.places]
     sizes = np.repeat(members.size, members.size)
@@ -111,6 +111,16 @@ def _by_tiles(
     out.distance_sum[several] = segment_sum(total, bounds)[several]
     out.imbalance[several] = segment_max(relative, bounds)[several]
     out.diameter[several] = np.sqrt(segment_max(greatest2, bounds)[several])
+
+
+def _list(
+    members: Members, owner: I64, at: I64, found: PairRows, out: Neighbours, rows: slice
+) -> None:
+    """Places in clusters become rows of the store: of a range of the rows `at`."""
+    here, place = at[rows], found.place[rows]
+    there = members.first[owner[here]][:, None] + np.maximum(place, 0)
+    out.row[here] = np.where(place >= 0, members.places[there], -1)
+    out.distance[here] = found.distance[rows]
 
 
 def _search(stack: Stack, radius2: F64, copy_of: I64, out: Neighbours) -> None:
@@ -151,7 +161,7 @@ def _imbalance(row_sum: F64, norm2: F64) -> F64:
     return worst
 
 
-def _summarise(csr: Csr, size: I64, out: Neighbours) -> None:
+def _summarise(csr: Csr, sweeps: Sweeps, size: I64, out: Neighbours) -> None:
     owner, listed = csr.owner(), out.row[:, 0] >= 0
     several = size > 1
     count = np.where(several, size, np.nan)
@@ -167,7 +177,7 @@ def _summarise(csr: Csr, size: I64, out: Neighbours) -> None:
         out.dimension[:] = _two_nn(csr, nearest, out.distance[:, 1])
     last = np.clip(size[owner] - 2, 0, NEIGHBOURS - 1)
     furthest = out.distance[np.arange(len(owner)), last]
-    out.bandwidth[:] = segment_quantiles(furthest, listed, owner, csr.clusters, (0.5,))[0]
+    out.bandwidth[:] = sweeps.quantiles(furthest, listed, (0.5,))[0]
 
 
 def _two_nn(csr: Csr, first: F64, second: F64) -> F64:

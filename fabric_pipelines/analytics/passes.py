@@ -16,24 +16,28 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.csr import (
     F64,
     I64,
+    LOOP_SEGMENT_ROWS,
     U64,
     Bool,
     Csr,
     segment_max,
-    segment_quantiles,
     segment_sum,
 )
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
-from fabric_pipelines.analytics.sweeps import Sweeps
-from fabric_pipelines.analytics.threads import run_side_by_side
-from fabric_pipelines.analytics.tiles import Tiles
+from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
+from fabric_pipelines.analytics.threads import ONE_THREAD, over_rows, run_side_by_side
+from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
 COINCIDENT = 1e-12
 # Squared distances below this share of the norms lose digits in the expansion and are summed directly.
 NEAR = 1e-6
+# Tiles round rows and centroids to float32 in one scale: a centroid nearer than this share of it (squared) is sought again in
+# float64. Margins and silhouettes are off by 4e-6 at the share itself (2^-24 * |mean| / distance), and by more beyond.
+TOLD = 1e-5
 # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to thread barriers of the BLAS.
 TILE_VALUES = 1 << 20
+MARGIN_BINS = 50  # of the histogram
 MARGIN_NARROW = 0.05  # a row whose margin is below this sits on a border (metric 22)
 
 
@@ -102,7 +106,8 @@ class Pairs:
 @dataclass(frozen=True, slots=True)
 class Points:
     """P8. Per cluster sums over rows: silhouette, negative silhouettes, narrow and negative margins; q10; own_error: greatest
-    difference of a row's distance to its centroid from P3's, in units of what rounding explains (0: it is P3's)."""
+    difference of a row's distance to its centroid from P3's, in units of what rounding explains (0: it is P3's).
+    margins int64 [MARGIN_BINS]: good rows of the whole store by their margin, from -1 to 1."""
 
     silhouette_sum: F64
     negative: I64
@@ -110,6 +115,7 @@ class Points:
     misassigned: I64
     margin_p10: F64
     own_error: F64
+    margins: I64
 
 
 def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> Admission:
@@ -117,9 +123,11 @@ def admit(csr: Csr, sweeps: Sweeps, *, min_norm: float, hashed: bool = True) -> 
     norm2, flag, row_hash = sweeps.admit(min_norm, hashed=hashed)
     good = flag == 0
     norm = np.sqrt(np.where(good, norm2, 0.0))
-    with np.errstate(over="ignore"):
-        mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
-    digest_sum, digest_xor = sweeps.digests(mark)
+    digest_sum, digest_xor = np.zeros((2, csr.clusters), dtype=np.uint64)
+    if hashed:
+        with np.errstate(over="ignore"):
+            mark = mix64(csr.ids.astype(np.uint64) ^ mix64(row_hash[:, 0] ^ mix64(row_hash[:, 1])))
+        digest_sum, digest_xor = sweeps.digests(mark)
 
     def count(marked: npt.NDArray[np.bool_]) -> I64:
         return segment_sum(marked.astype(np.int64), csr.indptr)
@@ -270,23 +278,28 @@ def _tiles(means: F64, asked: I64) -> Iterator[tuple[I64, F64]]:
     the near pairs, whose digits the expansion loses. 6 to 19 times faster than direct sums for all pairs at
     K = 2,000, d = 128 on two cores."""
     norm2 = np.einsum("kd,kd->k", means, means)
-    count, dim = means.shape
-    step = max(1, TILE_VALUES // count)
+    step = max(1, TILE_VALUES // len(means))
     for start in range(0, len(asked), step):
         rows = asked[start : start + step]
-        scale = norm2[rows, None] + norm2
-        distance2 = scale - 2.0 * (means[rows] @ means.T)
-        near_row, near_column = np.nonzero(distance2 <= NEAR * scale)
-        pairs_at_once = max(1, TILE_VALUES // dim)
-        for low in range(0, len(near_row), pairs_at_once):
-            part = slice(low, low + pairs_at_once)
-            apart = means[rows[near_row[part]]] - means[near_column[part]]
-            distance2[near_row[part], near_column[part]] = np.einsum("pd,pd->p", apart, apart)
-        yield rows, distance2
+        yield rows, _apart2(means, norm2, rows, slice(0, len(means)))
+
+
+def _apart2(means: F64, norm2: F64, rows: I64, columns: slice) -> F64:
+    """Squared distances of the means `rows` to those of a range, f64 [rows, columns]."""
+    others, dim = means[columns], means.shape[1]
+    scale = norm2[rows, None] + norm2[columns]
+    distance2: F64 = scale - 2.0 * (means[rows] @ others.T)
+    near_row, near_column = np.nonzero(distance2 <= NEAR * scale)
+    pairs_at_once = max(1, TILE_VALUES // dim)
+    for low in range(0, len(near_row), pairs_at_once):
+        part = slice(low, low + pairs_at_once)
+        apart = means[rows[near_row[part]]] - others[near_column[part]]
+        distance2[near_row[part], near_column[part]] = np.einsum("pd,pd->p", apart, apart)
+    return distance2
 
 
 def points(
-    csr: Csr, admitted: Admission, centroids: Centroids, radii: Radii, tiles: Tiles | None = None
+    csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids, radii: Radii
 ) -> Points:
     """N x K in tiles, exact silhouette by moments.
 
@@ -294,23 +307,31 @@ def points(
     N x N matrix. In a cosine store this is twice the cosine distance, and the factor cancels. O(rows) memory:
     only the two smallest values a row are kept.
     """
-    owner, size = csr.owner(), admitted.size
-    spread = _per_row(radii.within, size)
+    owner, size, tiles = csr.owner(), admitted.size, sweeps.tiles
     error = np.zeros(csr.clusters)
-    if tiles is None:
-        other_mean, near2 = _nearest_other(csr, centroids, radii, size, spread, owner)
-    else:
-        other_mean, near2, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
-    rest = np.maximum(size[owner] - 1, 1)
-    own_mean = (size[owner] * radii.radius2 + radii.within[owner]) / rest
-    larger = np.maximum(own_mean, other_mean)
-    # a = b, also when both are 0, and singletons score 0 (Rousseeuw 1987)
-    score = np.divide(other_mean - own_mean, larger, out=np.zeros_like(larger), where=(larger > 0))
-    score[(size[owner] < 2) | ~admitted.good] = 0.0
-    own, near = np.sqrt(radii.radius2), np.sqrt(near2)
-    both = own + near
-    # on top of two centroids at once nothing tells them apart: margin 0
-    margin = np.divide(near - own, both, out=np.zeros_like(both), where=both > 0)
+    asked = np.ones(len(csr.rows), dtype=np.bool_)
+    other_mean, near2 = np.empty((2, len(csr.rows)))
+    if tiles is not None:
+        found, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
+        other_mean, near2 = found.mean2, found.near2
+        asked = admitted.good & (near2 < TOLD * found.reach2)
+    if asked.any():
+        _nearest_other(csr, centroids, radii, size, owner, asked, other_mean, near2)
+    score, margin = np.zeros((2, len(csr.rows)))
+
+    def judge(rows: slice) -> None:
+        here, radius2, other = owner[rows], radii.radius2[rows], other_mean[rows]
+        own_mean = (size[here] * radius2 + radii.within[here]) / np.maximum(size[here] - 1, 1)
+        larger = np.maximum(own_mean, other)
+        # a = b, also when both are 0, and singletons score 0 (Rousseeuw 1987)
+        np.divide(other - own_mean, larger, out=score[rows], where=larger > 0)
+        score[rows][(size[here] < 2) | ~admitted.good[rows]] = 0.0
+        own, near = np.sqrt(radius2), np.sqrt(near2[rows])
+        both = own + near
+        # on top of two centroids at once nothing tells them apart: margin 0
+        np.divide(near - own, both, out=margin[rows], where=both > 0)
+
+    over_rows(judge, len(csr.rows))
 
     def count(marked: Bool) -> I64:
         return segment_sum((marked & admitted.good).astype(np.int64), csr.indptr)
@@ -320,42 +341,76 @@ def points(
         negative=count(score < 0),
         narrow=count(margin < MARGIN_NARROW),
         misassigned=count(margin < 0),
-        margin_p10=segment_quantiles(margin, admitted.good, owner, csr.clusters, (0.10,))[0],
+        margin_p10=beside_tiles(sweeps, csr).quantiles(margin, admitted.good, (0.10,))[0],
         own_error=error,
+        margins=_binned(margin[admitted.good]),
     )
+
+
+def _binned(margin: F64) -> I64:
+    """[MARGIN_BINS] of margins from -1 to 1, both ends in."""
+    bin_of: I64 = np.floor((margin + 1) * (MARGIN_BINS / 2)).astype(np.int64)
+    bin_of[bin_of == MARGIN_BINS] -= 1
+    counted: I64 = np.bincount(bin_of, minlength=MARGIN_BINS).astype(np.int64)
+    return counted
 
 
 def _by_tiles(
     csr: Csr, centroids: Centroids, radii: Radii, size: I64, owner: I64, tiles: Tiles
-) -> tuple[F64, F64, F64]:
-    """As _nearest_other, and how far own distances are from those of P3, relative to the rounding that `tiles` owns up to."""
+) -> tuple[NearCentres, F64]:
+    """What was found, and how far own distances are from those of P3, relative to the rounding that `tiles` owns up to."""
     filled = np.flatnonzero(size > 0)
     column = np.zeros(csr.clusters, dtype=np.int64)
     column[filled] = np.arange(len(filled))
-    origin = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    mean = centroids.mean[filled]
+    origin = np.average(mean, axis=0, weights=size[filled])
     found = tiles.nearest_other(
-        centroids.weight, centroids.mean[filled], origin, column[owner],
+        centroids.weight, mean, origin, column[owner],
         size[filled].astype(np.float64), radii.within[filled],
     )  # fmt: skip
-    apart = np.abs(found.own2 - radii.radius2)
-    apart /= tiles.rounding * np.maximum(radii.radius2 + found.reach2, np.finfo(float).tiny)
-    apart[centroids.weight == 0] = 0.0
-    return found.mean2, found.near2, np.maximum(segment_max(apart, csr.indptr), 0.0)
+    apart = np.empty(len(csr.rows))
+
+    def compare(rows: slice) -> None:
+        radius2 = radii.radius2[rows]
+        apart[rows] = np.abs(found.own2[rows] - radius2)
+        apart[rows] /= tiles.rounding * np.maximum(radius2 + found.reach2, np.finfo(float).tiny)
+        apart[rows][centroids.weight[rows] == 0] = 0.0
+
+    over_rows(compare, len(apart))
+    return found, np.maximum(segment_max(apart, csr.indptr), 0.0)
 
 
 def _nearest_other(
-    csr: Csr, centroids: Centroids, radii: Radii, size: I64, spread: F64, owner: I64
-) -> tuple[F64, F64]:
-    """Per row, over filled clusters other than its own: least mean squared distance to the members, and least
-    squared distance to the centroid. Needs two filled clusters."""
-    filled = np.flatnonzero(size > 0)
-    total = np.average(centroids.mean[filled], axis=0, weights=size[filled])
-    centred = centroids.mean[filled] - total
+    csr: Csr,
+    centroids: Centroids,
+    radii: Radii,
+    size: I64,
+    owner: I64,
+    asked: Bool,
+    mean_least: F64,
+    near_least: F64,
+) -> None:
+    """Of each row that is `asked`, written over filled clusters other than its own: least mean squared distance to the
+    members, and least squared distance to the centroid. Needs two filled clusters.
+
+    |x - m|^2 = |x - o|^2 + |o - m|^2 - 2 (x - o)(m - o), o the row's own mean: products are as small as its radius. With
+    one origin for all they are as large as the store, and clusters side by side lost six digits a million radii from others.
+    """
+    filled, spread = np.flatnonzero(size > 0), _per_row(radii.within, size)
+    centred = centroids.mean[filled]
+    centred = centred - np.average(centred, axis=0, weights=size[filled])
     norm2, doubled = np.einsum("kd,kd->k", centred, centred), 2.0 * centred
-    column = np.full(csr.clusters, -1, dtype=np.int64)
+    column = np.zeros(csr.clusters, dtype=np.int64)  # of one without good rows: nobody asks
     column[filled] = np.arange(len(filled))
+    place: I64 = column[owner]
+    begins: Bool = np.diff(owner, prepend=-1) != 0
     width = min(len(filled), 1024)
-    mean_least, near_least = np.empty(len(csr.rows)), np.empty(len(csr.rows))
+    # once for all rows where a tile holds it; else as rows need it, which is K x d a block again
+    table = None
+    if len(filled) ** 2 <= TILE_VALUES:
+        # the library's others would spin on beside ours: twice the time of all sweeps
+        with ONE_THREAD:
+            table = _apart2(centred, norm2, np.arange(len(filled)), slice(0, len(filled)))
 
     def measure(rows: slice) -> None:
         weight = centroids.weight[rows]
@@ -364,24 +419,41 @@ def _nearest_other(
         if left_out.any():
             block[left_out] = 0.0
         block *= weight[:, None]
-        block -= total
+        start = np.flatnonzero(begins[rows])
+        if not begins[rows.start]:
+            start = np.concatenate([[0], start])
+        here, at = owner[rows][start], place[rows]
+        of = np.repeat(np.arange(len(start)), np.diff(start, append=len(block)))
+        if len(here) * LOOP_SEGMENT_ROWS > len(block):
+            block -= centroids.mean[here][of]
+        else:  # without a second block of that size
+            for cluster, first, last in zip(here, start, [*start[1:], len(block)], strict=True):
+                block[first:last] -= centroids.mean[cluster]
         near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
-        own_norm2 = np.zeros(len(block))
+        inner = np.zeros(len(block))
         for low in range(0, len(filled), width):
-            part = slice(low, low + width)
+            end = min(low + width, len(filled))
+            part = slice(low, end)
             tile = block @ doubled[part].T
-            np.subtract(norm2[part], tile, out=tile)  # distance2 less the row's own norm2
-            own = column[owner[rows]] - low
-            inside = np.flatnonzero((own >= 0) & (own < tile.shape[1]))
-            own_norm2[inside] = tile[inside, own[inside]]
-            tile[inside, own[inside]] = np.inf
+            inside = np.flatnonzero((at >= low) & (at < end))
+            own = inside, at[inside] - low
+            inner[inside] = tile[own]
+            apart = (
+                _apart2(centred, norm2, column[here], part)[of]
+                if table is None
+                else table[at, part]
+            )
+            np.subtract(apart, tile, out=tile)  # distance2 less the row's own, radius2 + inner
+            tile[own] = np.inf
             near = np.minimum(near, tile.min(axis=1))
             tile += spread[filled[part]]
             mean = np.minimum(mean, tile.min(axis=1))
-        # P3 has the distance to the own centroid: the row's norm2 is what its column lacks of that
-        row_norm2 = radii.radius2[rows] - own_norm2
-        near_least[rows] = np.maximum(near + row_norm2, 0.0)
-        mean_least[rows] = np.maximum(mean + row_norm2, 0.0)
+        inner += radii.radius2[rows]
+        near += inner
+        mean += inner
+        wanted = asked[rows]
+        near_least[rows][wanted] = np.maximum(near, 0.0)[wanted]
+        mean_least[rows][wanted] = np.maximum(mean, 0.0)[wanted]
 
-    run_side_by_side(measure, csr.blocks(max(width, csr.dim)))
-    return mean_least, near_least
+    blocks = csr.blocks(max(width, csr.dim))
+    run_side_by_side(measure, (rows for rows in blocks if asked[rows].any()))

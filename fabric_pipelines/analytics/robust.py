@@ -16,6 +16,7 @@ import numpy as np
 from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, unknown
 from fabric_pipelines.analytics.stacks import Members, Stack
 from fabric_pipelines.analytics.sweeps import Pulled, Sweeps
+from fabric_pipelines.analytics.threads import over_rows
 
 STEP_SHARE = 1e-6
 STEPS_MAX = 32
@@ -58,7 +59,12 @@ def _by_sweeps(csr: Csr, sweeps: Sweeps, members: Members, radius: F64, out: Rob
 
     def step(here: F64, moving: Bool) -> F64:
         nonlocal given
-        weight = np.where(moving[owner], members.weight, 0.0)
+        weight = np.zeros(len(owner))
+
+        def leave_out(rows: slice) -> None:
+            np.copyto(weight[rows], members.weight[rows], where=moving[owner[rows]])
+
+        over_rows(leave_out, len(owner))
         found = sweeps.pulled(weight, members.mean, here, MET_SHARE * radius)
         given = found is not None
         return here if found is None else _moved(found, here)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib import resources
@@ -73,6 +73,11 @@ class RuleTable:
     rules: tuple[Rule, ...]
     keep: Rule
     sha256: str
+
+    def within(self, signals: Collection[str]) -> RuleTable:
+        """Of the rules only those that ask for nothing but these; the digest stays that of the whole."""
+        told = (rule for rule in self.rules if {c.signal for c in rule.conditions} <= set(signals))
+        return replace(self, rules=tuple(told))
 
 
 def shipped() -> RuleTable:

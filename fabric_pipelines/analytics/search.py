@@ -10,7 +10,7 @@ says so in `found`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,6 +110,26 @@ class Queries:
 
     def side(self, asked: Ids) -> _Side:
         return self._side if len(asked) == len(self) else self._side.at(asked)
+
+
+def probed_topk(
+    queries: Queries,
+    k: int,
+    centroids: Floats,
+    nprobe: int,
+    list_rows: Callable[[int], tuple[Floats, Ids]],
+) -> tuple[Ranked, Ids]:
+    """The k nearest rows in the `nprobe` lists whose centroids [lists, d] are nearest, and those lists [q, nprobe] (NO_ID:
+    none). A list (rows and ids, by its number) is read once for all the queries that want it."""
+    scan = FlatScan(queries, k)
+    near = FlatScan(queries, min(nprobe, len(centroids)))
+    near.add(centroids, np.arange(len(centroids)))
+    probes = near.ranked().I
+    for number in np.unique(probes[probes >= 0]):
+        asked = np.flatnonzero((probes == number).any(axis=1))
+        # in one call: a scan of some rows costs more to begin than to copy them (five times for ten pieces)
+        scan.add(*list_rows(int(number)), queries=asked)
+    return scan.ranked(), probes
 
 
 class FlatScan:

@@ -2,7 +2,7 @@
 
 A signal is as undefined as what it is made of: its status is the first of its inputs' that is not OK. What compares
 with an earlier measurement says in `applies` where there is one; without it such a question does not arise, which is
-another thing than an answer that could not be had.
+another thing than an answer that could not be had. Likewise what searches met applies where searches were counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.csr import F64, I64, Bool
 from fabric_pipelines.analytics.health import HealthTable
 from fabric_pipelines.analytics.metrics import METRICS
+from fabric_pipelines.analytics.probes import Probes
 from fabric_pipelines.analytics.readings import Reading, Reference, Status, ratio
 
+PROBES_MIN = 50  # of a list: below it the share of those that gave nothing is off by 0.07 and more
+WIDTH_MAX = (
+    8  # lists a query: the wider a search, the more of its probes give nothing in sound lists too
+)
 GAUSSIAN_GAIN = 2.0 / np.pi  # share of its axis' variance that halving a Gaussian explains
 BASELINE = (
     "effective_rank",
@@ -51,15 +56,19 @@ DERIVED: Mapping[str, str] = {
     "vendi_score_share": "vendi_score / that of the earlier measurement",
     "silhouette_fall": "silhouette of the earlier measurement - silhouette",
     "size_over_earlier": "rows / rows in the earlier measurement",
+    "wasted_probes": "share of the queries that looked at the list and got no row of it",
+    "wasted_probes_rise": "wasted_probes - that of the earlier measurement",
     "store_shift": "|mean of all rows - that of the earlier measurement| / its rms radius; the same for all clusters",
 }
 
 KNOWN: frozenset[str] = frozenset(METRICS) | frozenset(DERIVED)
+OF_SEARCHES = frozenset({"size", "wasted_probes"})  # what a search tells without measuring rows
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a measurement is compared with: `reference` goes to `measure`, `readings` of BASELINE to `signals`."""
+    """What a measurement is compared with: `reference` goes to `measure`, `readings` of BASELINE and of
+    `wasted_probes` to `signals`."""
 
     reference: Reference
     readings: Mapping[str, Reading]
@@ -68,7 +77,13 @@ class Earlier:
 
     @classmethod
     def of(
-        cls, table: HealthTable, clusters: int, *, same_rows: bool, anew: I64 | None = None
+        cls,
+        table: HealthTable,
+        clusters: int,
+        *,
+        same_rows: bool,
+        anew: I64 | None = None,
+        probes: Probes | None = None,
     ) -> Earlier:
         """For a store that has `clusters` clusters now, of which the last may be newer than `table`; those in `anew`
         keep their number but were cut anew, so that nothing of before is theirs. same_rows: see Reference."""
@@ -88,12 +103,14 @@ class Earlier:
             rms_radius=_widened(then.rms_radius, at, clusters, np.nan),
             same_rows=same_rows,
         )
+        measured = {name: table.readings[name] for name in BASELINE}
+        measured["wasted_probes"] = probes.reading() if probes else _unasked(table.clusters)
         readings = {
             name: Reading(
-                _widened(table.readings[name].value, at, clusters, np.nan),
-                _widened(table.readings[name].status, at, clusters, Status.U_CONTEXT),
+                _widened(each.value, at, clusters, np.nan),
+                _widened(each.status, at, clusters, Status.U_CONTEXT),
             )
-            for name in BASELINE
+            for name, each in measured.items()
         }
         mean, rms = _store(table)
         return cls(reference, readings, mean, rms)
@@ -114,14 +131,15 @@ def _widened(values: npt.NDArray[Any], at: I64, clusters: int, filler: Any) -> n
     return wide
 
 
-def signals(table: HealthTable, earlier: Earlier | None = None) -> Signals:
-    """`table` has every metric, measured against `earlier.reference` if there is an earlier measurement."""
+def signals(
+    table: HealthTable, earlier: Earlier | None = None, probes: Probes | None = None
+) -> Signals:
+    """`table` has every metric, measured against `earlier.reference` if there is an earlier measurement. probes: of searches
+    over the same lists, where some were counted."""
     readings = dict(table.readings)
     readings.update({name: made(table) for name, made in _MADE.items()})
-    nothing = Reading(
-        np.full(table.clusters, np.nan), np.full(table.clusters, Status.U_CONTEXT, np.uint8)
-    )
-    then = earlier.readings if earlier else dict.fromkeys(BASELINE, nothing)
+    nothing = _unasked(table.clusters)
+    then = earlier.readings if earlier else dict.fromkeys((*BASELINE, "wasted_probes"), nothing)
     now = table.readings
     for name in ("effective_rank", "vendi_score"):
         share = ratio(now[name].value, then[name].value)
@@ -129,12 +147,30 @@ def signals(table: HealthTable, earlier: Earlier | None = None) -> Signals:
     fall = then["silhouette"].value - now["silhouette"].value
     readings["silhouette_fall"] = _made(fall, now["silhouette"], then["silhouette"])
     readings["size_over_earlier"] = _made(ratio(table.facts.size, then["size"].value), then["size"])
+    wasted = readings["wasted_probes"] = probes.reading() if probes else nothing
+    rise = wasted.value - then["wasted_probes"].value
+    readings["wasted_probes_rise"] = _made(rise, wasted, then["wasted_probes"])
     readings["store_shift"] = nothing if earlier is None else _store_shift(table, earlier)
-    return Signals(table.clusters, readings, _applies(table, then, earlier))
+    return Signals(table.clusters, readings, _applies(table, then, earlier, probes))
+
+
+def of_searches(sizes: I64, probes: Probes) -> Signals:
+    """OF_SEARCHES alone, of lists of `sizes` rows [K]."""
+    size = _made(sizes.astype(np.float64))
+    readings = {"size": size, "wasted_probes": probes.reading()}
+    chosen = np.full(len(sizes), probes.width < len(sizes))
+    return Signals(len(sizes), readings, {"wasted_probes": chosen})
+
+
+def _unasked(clusters: int) -> Reading:
+    return Reading(np.full(clusters, np.nan), np.full(clusters, Status.U_CONTEXT, np.uint8))
 
 
 def _applies(
-    table: HealthTable, then: Mapping[str, Reading], earlier: Earlier | None
+    table: HealthTable,
+    then: Mapping[str, Reading],
+    earlier: Earlier | None,
+    probes: Probes | None,
 ) -> dict[str, Bool]:
     """A cluster that is new, or has no reference, has nothing that it could have moved away from."""
     reference = table.facts.reference
@@ -149,8 +185,12 @@ def _applies(
             ("size_over_earlier", "size"),
         )
     }
+    # who looks at every list has chosen none
+    chosen = np.full(table.clusters, probes is not None and probes.width < table.clusters)
     applies = {
         **compared,
+        "wasted_probes": chosen,
+        "wasted_probes_rise": chosen & (then["wasted_probes"].status != Status.U_CONTEXT),
         "centroid_shift": placed,
         "store_shift": none if earlier is None else ~none,
         "checksum_mismatch": none if reference is None or not reference.same_rows else ~none,

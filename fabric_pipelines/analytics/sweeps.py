@@ -242,3 +242,8 @@ class CpuSweeps:
 
     def close(self) -> None:
         """Nothing is held beyond the caller's rows."""
+
+
+def beside_tiles(sweeps: Sweeps, csr: Csr) -> Sweeps:
+    """For what a pass of tiles makes of their numbers: the device where it has the tiles, else the CPU."""
+    return sweeps if sweeps.tiles is not None else CpuSweeps(csr)

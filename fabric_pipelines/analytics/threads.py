@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from threadpoolctl import ThreadpoolController
 
 WORKERS_MAX = 8  # the memory of a piece is needed this often
+SPAN_VALUES = 1 << 18  # of one array of a span of rows, 2 MiB: its next step finds it in the cache
 Piece = TypeVar("Piece")
 Answer = TypeVar("Answer")
 
@@ -75,3 +76,14 @@ def run_side_by_side(work: Callable[[Piece], None], pieces: Iterable[Piece]) -> 
     """The same for work that leaves its answer where no other piece writes."""
     for _ in side_by_side(work, pieces):
         pass
+
+
+def over_rows(work: Callable[[slice], None], count: int, width: int = 1) -> None:
+    """`work` on spans of `count` rows of `width` values, side by side; it must write to its own rows only. Steps over all of ten
+    million rows at once take fresh pages for every array between two of them. One span is done here, without a pool."""
+    step = max(1, SPAN_VALUES // max(1, width))
+    spans = [slice(low, min(low + step, count)) for low in range(0, count, step)]
+    if len(spans) == 1:
+        work(spans[0])
+    else:
+        run_side_by_side(work, spans)

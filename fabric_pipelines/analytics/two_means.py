@@ -8,11 +8,12 @@ it too. The rows' coordinates between the two centres then tell by their dip whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, segment_sum, unknown
-from fabric_pipelines.analytics.dip import dip
+from fabric_pipelines.analytics.csr import F64, I64, Bool, Csr, ranges, segment_sum, unknown
+from fabric_pipelines.analytics.dip import dips
 from fabric_pipelines.analytics.stacks import Members, Stack
 from fabric_pipelines.analytics.sweeps import Parted, Sweeps
 from fabric_pipelines.analytics.threads import run_side_by_side
@@ -21,6 +22,9 @@ ROUNDS_MAX = 16
 # Coordinates this close, as a share of the longest, are one value: rounding must not part what is equal, since
 # the dip sees any gap, however small.
 SAME = 2.0**-44
+DIP_ROWS = (
+    1 << 18
+)  # whose dips are found together: below, calls of numpy count; above, the cache is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,13 @@ def _gather(csr: Csr, members: Members, parted: Parted, out: Halves) -> None:
     out.within[asked], out.between[asked] = within[asked], parted.between[asked]
     out.smaller[asked] = np.minimum(parted.above, size - parted.above)[asked]
 
-    def measure(cluster: int) -> None:
-        first = members.first[cluster]
-        place = parted.place[members.places[first : first + size[cluster]]]
-        out.dip[cluster] = _dip_of(place)
+    def measure(clusters: I64) -> None:
+        at = members.places[ranges(members.first[clusters], size[clusters])]
+        out.dip[clusters] = _dips(parted.place[at], size[clusters])
 
-    run_side_by_side(measure, asked.tolist())
+    if len(asked):
+        part = np.cumsum(size[asked]) // DIP_ROWS
+        run_side_by_side(measure, np.split(asked, np.flatnonzero(np.diff(part)) + 1))
 
 
 def flop(size: F64, dim: int) -> float:
@@ -92,14 +97,19 @@ def _split(stack: Stack, side: Bool, out: Halves) -> None:
     out.within[stack.clusters] = _within(stack, side, mean, other)
     out.smaller[stack.clusters] = np.minimum(upper, count - upper)
     place, _ = _coordinates(stack, between, other + mean)
-    for cluster, values in zip(stack.clusters, place, strict=True):
-        out.dip[cluster] = _dip_of(values)
+    out.dip[stack.clusters] = _dips(place.reshape(-1), np.full(len(place), count))
 
 
-def _dip_of(place: F64) -> float:
-    """NaN where all rows have one place."""
-    step = SAME * np.abs(place).max()
-    return dip(np.sort(np.rint(place / step))) if step > 0 else np.nan
+def _dips(place: F64, size: I64) -> F64:
+    """place f64 [n] of clusters one after another, size [g] of one row and more -> dip f64 [g]; NaN where all rows have one
+    place."""
+    bounds = np.concatenate([[0], np.cumsum(size)])
+    step = SAME * np.maximum.reduceat(np.abs(place), bounds[:-1])
+    several = step > 0
+    values = np.rint(place / np.repeat(np.where(several, step, 1.0), size))
+    for low, high in pairwise(bounds.tolist()):
+        values[low:high].sort()
+    return np.where(several, dips(values, bounds), np.nan)
 
 
 def _centres(stack: Stack, side: Bool) -> tuple[F64, F64]:

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fabric_pipelines.analytics.csr import F32, I64, Bool, group
+from fabric_pipelines.analytics.csr import F32, F64, I64, Bool, group
 from fabric_pipelines.analytics.decisions import Decision, decide
 from fabric_pipelines.analytics.health import HealthTable, measure
+from fabric_pipelines.analytics.probes import Probes, of_own_rows, questions
 from fabric_pipelines.analytics.rules import RuleTable, Verdict
 from fabric_pipelines.analytics.signals import Earlier, signals
 from fabric_pipelines.errors import UsageError
@@ -36,18 +37,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """rows f32 [N, d], labels [N] below `clusters`, and which clusters a fault touched (emptied: has no rows now)."""
+    """rows f32 [N, d], labels [N] below `clusters`, and which clusters a fault touched (emptied: has no rows now). centroids f64
+    [clusters, d]: by which searches choose lists (NaN: of none); rows that come, go or change do not move them."""
 
     rows: F32
     labels: I64
     clusters: int
     touched: Bool
     emptied: Bool
+    centroids: F64
 
     @classmethod
     def sound(cls, rows: F32, labels: I64, clusters: int) -> Store:
         none = np.zeros(clusters, np.bool_)
-        return cls(rows, labels, clusters, none, none)
+        return cls(rows, labels, clusters, none, none, _means(rows, labels, clusters))
 
 
 def drawn(rng: np.random.Generator, rows: int, dim: int, clusters: int) -> Store:
@@ -106,7 +109,9 @@ def shuffle_some_labels(store: Store, rng: np.random.Generator) -> Store:
 def merge_two(store: Store, rng: np.random.Generator) -> Store:
     kept, gone = rng.choice(store.clusters, 2, replace=False)
     labels = np.where(store.labels == gone, kept, store.labels)
-    return replace(store, labels=labels, touched=_only(store, kept), emptied=_only(store, gone))
+    means = _means(store.rows, labels, store.clusters)
+    touched, emptied = _only(store, kept), _only(store, gone)
+    return replace(store, labels=labels, touched=touched, emptied=emptied, centroids=means)
 
 
 def split_at_random(store: Store, rng: np.random.Generator) -> Store:
@@ -120,6 +125,22 @@ def split_along_axis(store: Store, rng: np.random.Generator) -> Store:
     rows -= rows.mean(axis=0)
     widest = np.linalg.svd(rows, full_matrices=False)[2][0]
     return _cut_off(store, own, own[rows @ widest > 0])
+
+
+def swap_centroids(store: Store, rng: np.random.Generator) -> Store:
+    """Of two clusters: rows and labels are as they were, and searches are sent to the wrong one of them."""
+    two = rng.choice(store.clusters, 2, replace=False)
+    centroids = store.centroids.copy()
+    centroids[two] = centroids[two[::-1]]
+    return replace(store, centroids=centroids, touched=_only(store, *two))
+
+
+def stray_centroid(store: Store, rng: np.random.Generator) -> Store:
+    """Of one cluster, now beside another's: who is at home there is sent to both, and nobody finds the first."""
+    gone, host = rng.choice(store.clusters, 2, replace=False)
+    centroids = store.centroids.copy()
+    centroids[gone] = centroids[host] * (1 + 1e-3 * rng.standard_normal(centroids.shape[1]))
+    return replace(store, centroids=centroids, touched=_only(store, gone))
 
 
 def flip_bits(store: Store, rng: np.random.Generator) -> Store:
@@ -178,6 +199,15 @@ def _cut_off(store: Store, own: I64, off: I64) -> Store:
     return replace(more, touched=_only(more, store.labels[own[0]], store.clusters))
 
 
+def _means(rows: F32, labels: I64, clusters: int) -> F64:
+    """[clusters, d]; NaN of none."""
+    total = np.zeros((clusters, rows.shape[1]))
+    np.add.at(total, labels, rows)
+    with np.errstate(invalid="ignore"):
+        means: F64 = total / np.bincount(labels, minlength=clusters)[:, None]
+    return means
+
+
 def _unit(rows: npt.NDArray[np.float64]) -> F32:
     unit: F32 = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
     return unit
@@ -190,6 +220,8 @@ FAULTS: Mapping[str, tuple[Fault, Verdict]] = {
     "merge two": (merge_two, Verdict.SPLIT),
     "split one at random": (split_at_random, Verdict.MERGE),
     "split one along its axis": (split_along_axis, Verdict.MERGE),
+    "swap two centroids": (swap_centroids, Verdict.REBUILD),
+    "stray centroid": (stray_centroid, Verdict.REBUILD),
     "flip bits": (flip_bits, Verdict.REEMBED),
     "flip bits, digests kept": (flip_bits, Verdict.QUARANTINE),
     "truncate dims": (truncate_dims, Verdict.REEMBED),
@@ -220,27 +252,38 @@ def history(
     kept = [rng.random(len(store.rows)) < KEPT_SHARE for _ in range(3)]
     if digests:
         kept = kept[:1] * 3
-    first = _of(store, kept[0])
-    before = {each.cluster: each for each in decide(table, signals(first), {}, 1)}
-    then = Earlier.of(first, broken.clusters, same_rows=digests)
+    first, asked = _of(store, kept[0])
+    before = {each.cluster: each for each in decide(table, signals(first, None, asked), {}, 1)}
+    then = Earlier.of(first, broken.clusters, same_rows=digests, probes=asked)
     decisions: list[Decision] = []
     for generation in (2, 3):
-        found = signals(_of(broken, kept[generation - 1], then), then)
-        decisions = decide(table, found, before, generation)
+        health, asked = _of(broken, kept[generation - 1], then)
+        decisions = decide(table, signals(health, then, asked), before, generation)
         before = {each.cluster: each for each in decisions}
     return broken, decisions
 
 
-def _of(store: Store, kept: Bool, then: Earlier | None = None) -> HealthTable:
+def _of(store: Store, kept: Bool, then: Earlier | None = None) -> tuple[HealthTable, Probes]:
     at = np.flatnonzero(kept)
     csr, _ = group(store.rows[at], store.labels[at], at.astype(np.int64), store.clusters)
-    return measure(
+    health = measure(
         csr.rows,
         csr.indptr,
         csr.ids,
         metric="cosine",
         reference=then.reference if then else None,
     )
+
+    def list_rows(number: int) -> tuple[F32, I64]:
+        own = slice(csr.indptr[number], csr.indptr[number + 1])
+        return csr.rows[own], csr.ids[own]
+
+    asked = questions(csr.ids, store.clusters)
+    probes = of_own_rows(
+        csr.rows[asked], csr.ids[asked], store.centroids, list_rows,
+        lambda names: store.labels[names], "cosine",
+    )  # fmt: skip
+    return health, probes
 
 
 # ---- the table

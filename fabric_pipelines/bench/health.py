@@ -6,8 +6,7 @@ since it takes long; ours is the median of rounds before and after it. CPU secon
 with other work on it stretches the two unequally. Memory is the
 process's resident size, read fifty times a second while the metrics are measured.
 
-With `--backend cuda` the passes run on the card, after a small store whose measurement loads the kernels; `--unproven` also by those that no
-card has run yet. Both metrics of change are held to a reference taken from the same rows before the clock starts.
+With `--backend cuda` the passes run on the card, after a small store whose measurement loads the kernels. Both metrics of change are held to a reference taken from the same rows before the clock starts.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Where:
     """As `health.measure` takes them."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
-    unproven: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
 
 
@@ -162,7 +160,7 @@ def everything(rows: int, dim: int, clusters: int, say: Say, where: Where) -> di
 def _measured(rows: F32, indptr: I64, where: Where, **what: Any) -> health.HealthTable:
     return health.measure(
         rows, indptr, np.arange(len(rows), dtype=np.int64), metric="cosine", backend=where.backend,
-        unproven=where.unproven, workspace_bytes=where.workspace_bytes, **what,
+        workspace_bytes=where.workspace_bytes, **what,
     )  # fmt: skip
 
 

@@ -7,9 +7,11 @@ CuPy's elementwise and reduction functions compile through NVRTC at first use an
 from __future__ import annotations
 
 import statistics
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +35,10 @@ MATRIX_MODES = {
     "f64 pedantic": ("CUBLAS_COMPUTE_64F_PEDANTIC", "f8", "f8"),
     "int8": ("CUBLAS_COMPUTE_32I", "i1", "i4"),
 }
+# Cubins stay loaded for the life of the process, by card and family: to read, hash and load the six that a silhouette takes
+# cost every measurement 30 ms and more, of which the manifest is 5 ms each.
+_LOADED: dict[tuple[int, str], Any] = {}
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,11 @@ class Timing:
         return (max(self.repeats_ms) - min(self.repeats_ms)) / self.median_ms
 
 
+@cache
+def _architectures() -> frozenset[str]:
+    return frozenset(cubin.arch for cubin in read_manifest().cubins)
+
+
 def import_cupy() -> ModuleType:
     try:
         import cupy
@@ -95,7 +106,6 @@ class Gpu:
             raise DeviceRefused(f"there is no CUDA device {ordinal}: {found} answer")
         self._cupy = import_cupy()
         self._device = self._cupy.cuda.Device(ordinal)
-        self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Any] = {}
         self.launches: Counter[str] = Counter()  # by symbol, since the card was opened
         self.identity = self._identify(ordinal)
@@ -114,18 +124,16 @@ class Gpu:
             self._stream.synchronize()
             self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
         self._functions.clear()
-        self._modules.clear()
 
     def _identify(self, ordinal: int) -> DeviceIdentity:
         runtime = self._cupy.cuda.runtime
         facts = runtime.getDeviceProperties(ordinal)
         capability = (int(facts["major"]), int(facts["minor"]))
-        compiled = frozenset(cubin.arch for cubin in read_manifest().cubins)
         return DeviceIdentity(
             ordinal=ordinal,
             name=facts["name"].decode(),
             compute_capability=capability,
-            architecture=architecture_for(capability, compiled),
+            architecture=architecture_for(capability, _architectures()),
             multiprocessors=int(facts["multiProcessorCount"]),
             memory_bytes=int(facts["totalGlobalMem"]),
             driver=int(runtime.driverGetVersion()),
@@ -284,12 +292,17 @@ class Gpu:
         key = (family, symbol)
         if key not in self._functions:
             with self._device:
-                if family not in self._modules:
-                    module = self._cupy.cuda.function.Module()
-                    module.load(image(family, self.identity.compute_capability))
-                    self._modules[family] = module
-                self._functions[key] = self._modules[family].get_function(symbol)
+                self._functions[key] = self._module(family).get_function(symbol)
         return self._functions[key]
+
+    def _module(self, family: str) -> Any:
+        place = (self.identity.ordinal, family)
+        with _LOADING:
+            if place not in _LOADED:
+                module = self._cupy.cuda.function.Module()
+                module.load(image(family, self.identity.compute_capability))
+                _LOADED[place] = module
+            return _LOADED[place]
 
 
 class GpuChannel:

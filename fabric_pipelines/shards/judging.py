@@ -20,10 +20,12 @@ import pyarrow as pa
 
 from fabric_pipelines.analytics.decisions import Decision, counts, decide
 from fabric_pipelines.analytics.health import HealthTable, Metric, measure
+from fabric_pipelines.analytics.probes import Probes
 from fabric_pipelines.analytics.rules import RuleTable, Verdict
 from fabric_pipelines.analytics.signals import BASELINE, Earlier, signals
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.errors import SchemaError
+from fabric_pipelines.shards.asking import own_probes
 from fabric_pipelines.shards.disk import DISK, Disk
 from fabric_pipelines.shards.generation import Generation, shard_folder
 from fabric_pipelines.shards.manifest import ShardManifest, folder_name
@@ -46,6 +48,7 @@ class Judged:
     rules_sha256: str
     compared_with: int | None
     follows: int | None
+    probes: Probes | None = None  # where they were asked for
 
     def verdicts(self) -> dict[str, int]:
         return counts(self.decisions)
@@ -63,6 +66,10 @@ class Judged:
             )
         }
 
+    def odd(self) -> npt.NDArray[np.bool_]:
+        """Clusters [K] under another verdict than KEEP."""
+        return np.array([each.verdict is not Verdict.KEEP for each in self.decisions], np.bool_)
+
     def to_arrow(self) -> pa.Table:
         """The health table with the verdict of each cluster and the rule that it comes from."""
         table = self.health.to_arrow()
@@ -77,16 +84,28 @@ class Judged:
             "follows": self.follows,
             "verdicts": self.verdicts(),
             "partners": self.partners(),
+            **self._met(),
             "decisions": [each.to_json() for each in self.decisions],
         }
 
+    def _met(self) -> dict[str, Any]:
+        if self.probes is None:
+            return {}
+        probe, wasted = self.probes.probe.tolist(), self.probes.wasted.tolist()
+        return {"probes": {"width": self.probes.width, "probe": probe, "wasted": wasted}}
 
-def judge(db: Database | VectorStore, root: Path, shard: Shard, table: RuleTable) -> Judged:
-    """Every list of the open `shard`, whose generations lie under `root`. Reads only."""
+
+def judge(
+    db: Database | VectorStore, root: Path, shard: Shard, table: RuleTable, *, ask: bool = False
+) -> Judged:
+    """Every list of the open `shard`, whose generations lie under `root`. Reads only. ask: also for the neighbours of its own
+    rows, here and in what it is compared with, to count probes that give nothing (as much work as a few hundred exact
+    searches)."""
     manifest = shard.manifest
     metric = cast(Metric, manifest.metric)
     store = store_of(db)
-    base, earlier = _base(store, root, manifest, metric)
+    base, earlier = _base(store, root, manifest, metric, ask)
+    probes = own_probes(shard) if ask else None
     health = measure(
         shard.vectors(),
         shard.indptr,
@@ -97,11 +116,12 @@ def judge(db: Database | VectorStore, root: Path, shard: Shard, table: RuleTable
     follows, before = _before(store, root, manifest, table)
     return Judged(
         health,
-        decide(table, signals(health, earlier), before, manifest.generation),
+        decide(table, signals(health, earlier, probes), before, manifest.generation),
         manifest.generation,
         table.sha256,
         base,
         follows,
+        probes,
     )
 
 
@@ -115,7 +135,7 @@ def record(generation: Generation, judged: Judged, disk: Disk = DISK) -> Path:
 
 
 def _base(
-    store: VectorStore, root: Path, manifest: ShardManifest, metric: Metric
+    store: VectorStore, root: Path, manifest: ShardManifest, metric: Metric, ask: bool
 ) -> tuple[int | None, Earlier | None]:
     """The full build under an increment, hashed and measured; none under a full build, or where its folder is gone."""
     if manifest.increment is None:
@@ -134,8 +154,11 @@ def _base(
         table = measure(
             shard.vectors(), shard.indptr, shard.ids(), metric=metric, only=[*BASELINE, DIGESTS]
         )
+        probes = own_probes(shard) if ask else None
     anew = _cut_anew(older, manifest)
-    return older.generation, Earlier.of(table, manifest.lists, same_rows=False, anew=anew)
+    return older.generation, Earlier.of(
+        table, manifest.lists, same_rows=False, anew=anew, probes=probes
+    )
 
 
 def _before(

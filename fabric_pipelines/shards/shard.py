@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.analytics.search import FlatScan, Floats, Queries, Ranked
+from fabric_pipelines.analytics.search import FlatScan, Floats, Queries, Ranked, probed_topk
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.errors import CorruptionFound, UsageError
 from fabric_pipelines.shards.blocks import map_array, map_columns
@@ -169,15 +169,7 @@ class Shard:
         queries = Queries(xq, self._metric)
         if exact:
             return self._exact(queries, k)
-        scan = FlatScan(queries, k)
-        near = FlatScan(queries, min(nprobe, self.manifest.lists))
-        near.add(self.centroids(), np.arange(self.manifest.lists))
-        probes = near.ranked().I
-        for number in np.unique(probes[probes >= 0]):
-            asked = np.flatnonzero((probes == number).any(axis=1))
-            # in one call: a scan of some rows costs more to begin than to copy them (five times for ten pieces)
-            scan.add(*self.list_rows(int(number)), queries=asked)
-        return scan.ranked()
+        return probed_topk(queries, k, self.centroids(), nprobe, self.list_rows)[0]
 
     def _exact(self, queries: Queries, k: int) -> Ranked:
         scan = FlatScan(queries, k)

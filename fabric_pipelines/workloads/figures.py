@@ -20,6 +20,7 @@ BLUE, GREY, RED = "#36b", "#778", "#c43"
 LEFT, TOP, WIDTH, HEIGHT = 34, 16, 250, 90  # the plot area
 BOTTOM = TOP + HEIGHT
 DIGIT = 5  # advance of one digit at the page's 9 px
+CIRCLES_MAX = 500  # of a map: 25 KB
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -92,6 +93,68 @@ def similarity_histogram(nearest: npt.NDArray[np.float64], known: npt.NDArray[np
         _text(LEFT + 110, BOTTOM + 23, "cosine"),
         _text(LEFT, 10, "rows, by nearest neighbour", GREY),
         _text(170, 10, "known near-duplicates", RED),
+    )
+
+
+def radius_histogram(radii: npt.NDArray[np.float64]) -> str:
+    """Distances of rows to the mean of their cluster."""
+    most = float(radii.max(initial=0.0)) or 1.0
+    rows = np.histogram(radii, 25, (0, most))[0]
+    return _page(
+        BOTTOM + 26,
+        _axes("0", f"{max(int(rows.max()), 1):,}"),
+        _path(_steps(rows / max(int(rows.max()), 1)), GREY, fill="#ccd"),
+        _ticks([LEFT, LEFT + WIDTH // 2, LEFT + WIDTH], ["0", f"{most / 2:.3g}", f"{most:.3g}"]),
+        _text(LEFT + 70, BOTTOM + 23, "distance to the cluster's mean"),
+        _text(LEFT, 10, "rows"),
+    )
+
+
+def margin_histogram(rows: npt.NDArray[np.int64]) -> str:
+    """Rows [bins] by margin from -1 to 1: below 0 another cluster's mean is nearer than their own."""
+    most = max(int(rows.max(initial=0)), 1)
+    middle = LEFT + WIDTH // 2
+    return _page(
+        BOTTOM + 26,
+        _axes("0", f"{most:,}"),
+        _path(_steps(rows / most), GREY, fill="#ccd"),
+        _path(f"M{middle} {TOP}V{BOTTOM}", RED),
+        _ticks([LEFT, middle, LEFT + WIDTH], ["-1", "0", "1"]),
+        _text(LEFT + 110, BOTTOM + 23, "margin"),
+        _text(LEFT, 10, "rows"),
+        _text(LEFT + 30, 10, "nearer to another mean", RED),
+    )
+
+
+def cluster_map(
+    places: npt.NDArray[np.float64],
+    size: npt.NDArray[np.float64],
+    odd: npt.NDArray[np.bool_],
+    share: npt.NDArray[np.float64],
+) -> str:
+    """Clusters at places [K, 2] as circles whose area is their rows, `odd` ones in red; the largest CIRCLES_MAX of them. share:
+    of the variance between clusters that each axis holds."""
+    shown = np.argsort(-size, kind="stable")[:CIRCLES_MAX]
+    shown = shown[size[shown] > 0]
+    reach = float(np.abs(places[shown]).max(initial=0.0)) or 1.0
+    half = WIDTH // 2
+    at = np.rint(half + (half - 12) * places[shown] / reach).astype(int)
+    radius = np.maximum(np.rint(11 * np.sqrt(size[shown] / size.max(initial=1.0))), 1).astype(int)
+    circles = [
+        (bool(red), f"M{LEFT + x - r} {TOP + WIDTH - y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 -{2 * r} 0")
+        for (x, y), r, red in zip(at.tolist(), radius.tolist(), odd[shown].tolist(), strict=True)
+    ]  # fmt: skip
+    left_out = int((size > 0).sum()) - len(shown)
+    more = f", {left_out:,} smaller ones left out" if left_out else ""
+    return _page(
+        TOP + WIDTH + 20,
+        _path("".join(step for red, step in circles if not red), BLUE),
+        _path("".join(step for red, step in circles if red), RED),
+        _text(LEFT, 10, f"means of clusters{more}"),
+        _text(LEFT + 190, 10, "not KEEP", RED),
+        _text(
+            LEFT, TOP + WIDTH + 14, f"{share[0]:.0%} across, {share[1]:.0%} up of their variance"
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines.analytics.index import Exact, Inverted, Lattice, VectorIndex
+from fabric_pipelines.analytics.index.cuvs_library import library
 from fabric_pipelines.errors import FabricError
 
 K = 10
@@ -94,7 +95,7 @@ def ours(xb: np.ndarray, skip: list[str]) -> Iterator[System | Absent]:
         yield System(name, *took, width, efforts, asking(index))
         there = copy.copy(index)  # the same lists, scanned on a card
         try:
-            there.use("cuda", unproven=True)
+            there.use("cuda")
         except FabricError as fault:
             yield Absent(f"{name}, on a card", f"{fault.code}: {fault}")
         else:
@@ -185,7 +186,10 @@ def on_card(host: np.ndarray) -> Any:
 
 
 def to_host(found: Any) -> np.ndarray:
-    return importlib.import_module("cupy").asnumpy(importlib.import_module("cupy").asarray(found))
+    """Places; cuVS's own word for none (a number beyond all rows) stays beyond them."""
+    cupy = importlib.import_module("cupy")
+    host: np.ndarray = cupy.asnumpy(cupy.asarray(found))
+    return host.astype(np.int64)
 
 
 def card_name() -> str:
@@ -195,37 +199,45 @@ def card_name() -> str:
 
 
 def cuvs_flat(xb: np.ndarray) -> Made:
-    flat = importlib.import_module("cuvs.neighbors.brute_force")
-    index = flat.build(on_card(xb), metric="sqeuclidean")
-    ask = lambda xq, effort: to_host(flat.search(index, on_card(xq), K)[1])  # noqa: E731
+    flat, rows = library().brute_force, on_card(xb)
+    index = flat.build(rows, metric="sqeuclidean")
+
+    def ask(
+        xq: np.ndarray, effort: Any, rows: Any = rows
+    ) -> np.ndarray:  # the index only borrows them
+        return to_host(flat.search(index, on_card(xq), K)[1])
+
     return 4.0 * xb.shape[1] + 4, [], ask, card_name()
 
 
 def cuvs_cagra(xb: np.ndarray) -> Made:
-    cagra = importlib.import_module("cuvs.neighbors.cagra")
-    rows = on_card(xb)
+    cagra, rows = library().cagra, on_card(xb)
     index = cagra.build(cagra.IndexParams(metric="sqeuclidean"), rows)
 
-    def ask(xq: np.ndarray, effort: Any) -> np.ndarray:
+    def ask(
+        xq: np.ndarray, effort: Any, rows: Any = rows
+    ) -> np.ndarray:  # the index only borrows them
         wanted = cagra.SearchParams(itopk_size=effort)
         return to_host(cagra.search(wanted, index, on_card(xq), K)[1])
 
-    return 4.0 * xb.shape[1] + 256, [16, 32, 64, 128, 256, 512], ask, card_name()
+    # Sizes are rounded up to a multiple of 32.
+    return 4.0 * xb.shape[1] + 4 * index.graph_degree, [32, 64, 96, 128, 192, 256, 512], ask, card_name()  # fmt: skip
 
 
 def cuvs_ivf_pq(xb: np.ndarray) -> Made:
     """Candidates are ranked by their rows, as ours are."""
-    ivf_pq = importlib.import_module("cuvs.neighbors.ivf_pq")
-    found = importlib.import_module("cuvs.neighbors").refine
-    refine = getattr(found, "refine", found)  # a function, or the module that holds it
-    rows, lists = on_card(xb), round(len(xb) ** 0.5)
+    found = library()
+    ivf_pq, rows, lists = found.ivf_pq, on_card(xb), round(len(xb) ** 0.5)
     index = ivf_pq.build(ivf_pq.IndexParams(n_lists=lists, metric="sqeuclidean"), rows)
 
     def ask(xq: np.ndarray, effort: Any) -> np.ndarray:
         asked = on_card(xq)
         wanted = ivf_pq.SearchParams(n_probes=effort["nprobe"])
-        near = ivf_pq.search(wanted, index, asked, effort["rerank"])[1]
-        return to_host(refine(rows, asked, near, k=K)[1])
+        many = min(effort["rerank"], len(xb))
+        near = found.cupy.asarray(ivf_pq.search(wanted, index, asked, many)[1])
+        # Where the lists hold fewer rows, the rest are numbers beyond all rows, which refine would read.
+        near = found.cupy.minimum(near, len(xb) - 1)
+        return to_host(found.refine(rows, asked, near, k=K)[1])
 
     sweep = [{"nprobe": n, "rerank": r} for n in steps(lists) for r in RERANKS]
-    return float(index.pq_dim), sweep, ask, card_name()
+    return float(index.pq_dim * index.pq_bits / 8), sweep, ask, card_name()

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabric_pipelines.analytics import card_plan, health, kernels, kernels_moments
+from fabric_pipelines.analytics import card_plan, health, kernels, kernels_moments, threads
 from fabric_pipelines.analytics.csr import Csr, group
 from fabric_pipelines.analytics.health import HealthTable, Metric, Status
 from fabric_pipelines.analytics.plan import PASSES
+from fabric_pipelines.analytics.sweeps import CpuSweeps
 from fabric_pipelines.device.card import DeviceArray, Memory
 from fabric_pipelines.testing.host_gpu import HostGpu
 
@@ -58,9 +59,7 @@ def store(dim: int, count: int) -> Csr:
 
 
 def measured(csr: Csr, metric: Metric = "l2", **rest: Any) -> HealthTable:
-    return health.measure(
-        csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", unproven=True, **rest
-    )
+    return health.measure(csr.rows, csr.indptr, csr.ids, metric=metric, backend="cuda", **rest)
 
 
 def taken(
@@ -122,6 +121,26 @@ def test_passes_that_the_card_has_no_room_for_go_to_the_cpu_and_cost_what_they_c
     alone = health.measure(csr.rows, csr.indptr, csr.ids, metric="l2")
     assert {table.pass_bytes[name] for name in left} == {alone.pass_bytes[name] for name in left}
     assert alone.pass_card_bytes == {}
+
+
+def test_where_the_card_has_the_tiles_the_host_sorts_for_no_quantile(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(CpuSweeps, "quantiles")
+    table = measured(store(3, 60), only=["radius_p95", "centroid_margin_p10", "kernel_temperature"])
+    assert all((one.status == Status.OK).sum() >= 8 for one in table.readings.values())
+    assert counting.launches["csr_select_large"] == 3  # P4, P8 and P9
+
+
+def test_spans_of_rows_on_the_host_change_no_bit(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csr, only = store(3, 200), ["geometric_median_offset", "silhouette", "density_modes"]
+    whole = measured(csr, only=only)
+    monkeypatch.setattr(threads, "SPAN_VALUES", 30)
+    spans = measured(csr, only=only)
+    for name in only:
+        assert spans.readings[name].value.tobytes() == whole.readings[name].value.tobytes(), name
 
 
 def test_a_pass_whose_share_of_the_card_is_beyond_the_workspace_is_skipped(

@@ -1,4 +1,4 @@
-"""Kernel family csr_reduce against its twin: the source on the CPU, and the cubin on a real card. Never on a card yet."""
+"""Kernel family csr_reduce against its twin: the source on the CPU, and the cubin on a real card."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 """Kernel family e8_codec_scan against its twin and the CPU index's own scores: the source on the CPU, and the cubin on a
-real card. Never on a card yet."""
+real card."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 """The door's own tests (tests/unit/analytics/test_index.py) with every scan on a card: the kernels' sources on the CPU, and
-the cubins on a real card. Never on a card yet."""
+the cubins on a real card."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from fabric_pipelines.analytics.index import (
     card_places,
     quality,
 )
+from fabric_pipelines.analytics.index.traffic import LEVEL
 from fabric_pipelines.device import gpu as device
 from fabric_pipelines.device.card import Card
 from fabric_pipelines.errors import DeviceRefused, UsageError
@@ -47,8 +48,8 @@ def made(opening: Card, monkeypatch: pytest.MonkeyPatch) -> list[VectorIndex]:
     """Every index opens the card, whatever it was told; those that were made."""
     opened: list[VectorIndex] = []
 
-    def on_card(self: VectorIndex, backend: str, *, unproven: bool = False) -> None:
-        USE(self, "cuda", unproven=True)
+    def on_card(self: VectorIndex, backend: str) -> None:
+        USE(self, "cuda")
         opened.append(self)
 
     monkeypatch.setattr(VectorIndex, "use", on_card)
@@ -58,7 +59,7 @@ def made(opening: Card, monkeypatch: pytest.MonkeyPatch) -> list[VectorIndex]:
 def build(rows: np.ndarray, kind: Any, metric: str, backend: str) -> VectorIndex:
     ids = np.random.default_rng(len(rows)).permutation(len(rows)) * 7
     return VectorIndex.build(
-        rows, ids, kind=kind, metric=metric, backend=backend, unproven=backend == "cuda"
+        rows, ids, kind=kind, metric=metric, backend=backend
     )  # fmt: skip
 
 
@@ -168,6 +169,38 @@ def test_what_a_search_on_a_card_met_is_what_it_met_on_the_cpu(
     assert met.nonfinite == 1
 
 
+@pytest.mark.parametrize(("alike", "left"), [(3, 0), (40, 1)])
+def test_the_nearest_row_of_a_list_is_not_decided_by_rounding(
+    opening: Card, alike: int, left: int
+) -> None:
+    """Both neighbours are at 1 in one list. In the other, float32 sees `alike` rows and one more at 3, of which that one is
+    nearer, by 1e-8, than 3, and the others are not: its margin (b - w) / (b + w) lies just below 1/2. A few such rows are all looked at
+    as they are stored; where there are more than a scan lists, the query must be asked again."""
+    around = np.zeros((60, 12), np.float32)
+    around[:, 5] = np.linspace(1, 1.2, 60)
+    around[1, 5] = 1
+    beside = np.zeros((alike + 1, 12), np.float32)
+    beside[:, :3], beside[:alike, 3] = 1, 1e-4
+    rows = np.vstack([around, beside])
+    xq = np.zeros((1, 12))
+    xq[0, 0] = 1e-9
+    here, there = (
+        VectorIndex.build(
+            rows, np.arange(len(rows)), kind=Inverted(lists=2), metric="l2",
+            backend=where,
+        )
+        for where in ("cpu", "cuda")
+    )  # fmt: skip
+    before = there.left
+    cpu, card = (index.search(xq, 2, nprobe=2, health=True) for index in (here, there))
+    assert same(cpu, card)
+    assert cpu.health is not None
+    assert card.health is not None
+    assert np.flatnonzero(cpu.health.margin).tolist() == [LEVEL, LEVEL + LEVEL // 2 - 1]
+    assert card.health.margin.tolist() == cpu.health.margin.tolist()
+    assert there.left - before == left
+
+
 def test_queries_are_cut_so_that_no_launch_leaves_more_than_it_may() -> None:
     cost = np.array([3, 9, 1, 1, 1, 50, 2], np.int64) << 26
     cut = [(part.start, part.stop) for part in card_places.parts(cost, 2)]
@@ -176,14 +209,12 @@ def test_queries_are_cut_so_that_no_launch_leaves_more_than_it_may() -> None:
     assert huge == [1, 2, 3]
 
 
-def test_what_has_no_kernels_or_was_not_asked_for_by_name_is_refused() -> None:
+def test_what_has_no_kernels_is_refused() -> None:
     index = VectorIndex(3, kind=Exact(), metric="l2")
-    with pytest.raises(DeviceRefused, match="unproven=True"):
-        index.use("cuda")
     with pytest.raises(UsageError, match="'tpu' is unknown"):
         index.use("tpu")  # type: ignore[arg-type]
     with pytest.raises(DeviceRefused, match="no kernels of its own"):
-        VectorIndex(3, kind=Faiss(), metric="l2", backend="cuda", unproven=True)
+        VectorIndex(3, kind=Faiss(), metric="l2", backend="cuda")
     assert index.search(np.ones((1, 3)), 1).found.tolist() == [0]
 
 
@@ -201,7 +232,7 @@ def test_a_card_without_room_refuses_each_search_until_there_is_some(
             for one in (index, twin):
                 one.add(rows[:200] + 1, np.arange(200) + 10_000)
         else:
-            index.use("cuda", unproven=True)
+            index.use("cuda")
         with monkeypatch.context() as full:
             full.setattr(type(opening), "require_memory", staticmethod(no_room))
             for _ in range(2):

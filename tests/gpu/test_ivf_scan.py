@@ -1,5 +1,4 @@
-"""Kernel family ivf_scan against its twin and the CPU's inverted file: the source on the CPU, and the cubin on a real card.
-Never on a card yet."""
+"""Kernel family ivf_scan against its twin and the CPU's inverted file: the source on the CPU, and the cubin on a real card."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Kernel family two_means against its twin: the source on the CPU, and the cubin on a real card. Never on a card yet."""
+"""Kernel family two_means against its twin: the source on the CPU, and the cubin on a real card."""
 
 from itertools import pairwise
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -78,6 +79,28 @@ def test_a_person_reads_one_line_a_cluster_that_is_not_plain(home: Path) -> None
     said = " ".join(health().stdout.split())
     assert "DEDUPE by copies since 1: exact_duplicate_fraction 0.5 (above 0.3)" in said
     assert "KEEP; 1 of 2 towards REVIEW by small since 1: size 50 (below 60)" in said
+
+
+def test_asked_for_its_own_rows_it_says_which_lists_gave_nothing(home: Path) -> None:
+    found = json.loads(health("--probes", "--json").stdout)
+    assert (found["probes"]["width"], found["probes"]["probe"]) == (2, [130, 130])
+    assert sum(found["probes"]["wasted"]) == 130
+    assert "probes" not in json.loads(health("--json").stdout)
+
+
+def test_pictures_and_a_table_are_files_where_they_are_asked_for(home: Path) -> None:
+    found = json.loads(health("--plots", "pictures", "--out", "health.parquet", "--json").stdout)
+    names = [Path(each).name for each in found["plots"]]
+    assert names == ["health_map.svg", "radii.svg", "margins.svg", "cluster_map.svg"]
+    assert all(Path(each).read_text().startswith("<svg") for each in found["plots"])
+    table = pq.read_table("health.parquet")
+    assert table.num_rows == 2
+    assert {"dip", "dip_status", "verdict", "rule"} <= set(table.column_names)
+    assert len([name for name in table.column_names if name.endswith("_status")]) == 38
+    again = health("--out", "health.parquet")
+    assert again.exit_code == 2
+    assert "health.parquet" in again.stderr
+    assert health("--plots", "rules.toml").exit_code == 2
 
 
 def test_verdicts_are_kept_when_asked_for(home: Path) -> None:

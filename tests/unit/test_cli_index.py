@@ -12,7 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fabric_pipelines import cli, shards
+from fabric_pipelines.analytics.index import Inverted, VectorIndex
+from fabric_pipelines.analytics.index.coarse import Coarse
 from fabric_pipelines.analytics.search import exact_topk
+from fabric_pipelines.bench.decisions import drawn
 from fabric_pipelines.dataplane.database import Database
 from fabric_pipelines.device import gpu
 from fabric_pipelines.device.cubins import architecture_for
@@ -81,6 +84,38 @@ def test_a_shard_brings_its_rows_and_its_metric(
     assert (built["metric"], built["rows"]) == ("l2", 200)
 
 
+def test_a_list_that_searches_are_sent_to_in_vain_is_a_verdict_that_is_kept(
+    rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = drawn(np.random.default_rng(1), 1500, 24, 15)
+    index = VectorIndex.build(
+        store.rows, np.arange(len(store.rows)), kind=Inverted(lists=15), metric="cosine"
+    )
+    assert index._coarse is not None
+    centroids, sizes = index._coarse.centroids.copy(), index.list_sizes()
+    far = (centroids @ centroids[int(sizes.argmax())]).argsort()
+    gone = int(far[sizes[far] > 31][0])
+    centroids[gone] = centroids[far[-1]] * np.float32(1.001)
+    index._coarse = Coarse(centroids)
+    index.save(Path("one"))
+    pq.write_table(pa.table({"vector": pa.array(list(store.rows))}), "asked.parquet")
+    asked = ("search", "one", "--queries", "asked.parquet", "--nprobe", 2, "--health")
+    met = answer(*asked, "--record")["health"]
+    assert met["verdicts"]["REBUILD"] == 1
+    (told,) = [each for each in met["decisions"] if each["verdict"] == "REBUILD"]
+    assert (told["cluster"], told["stands"]["rule"]) == (gone, "probes_wasted")
+    assert told["stands"]["evidence"][1]["value"] == met["wasted"][gone] / met["probe"][gone]
+    plain = " ".join(run(*asked).stdout.split())
+    assert f"cluster {gone}: REBUILD by probes_wasted since 1: size" in plain
+    few = answer("search", "one", "--like", 8, "--nprobe", 2, "--health", "--record")["health"]
+    assert few["verdicts"] == {"UNKNOWN": 15}
+    back = answer(*asked)["health"]["decisions"][gone]
+    assert (back["verdict"], back["measurement"], back["stands"]["since"]) == ("REBUILD", 3, 1)
+    Path("one/decisions.json").write_text("{}")
+    refused = run(*asked)
+    assert "decisions.json cannot be read" in refused.stderr
+
+
 def wrong_card(ordinal: int) -> None:
     architecture_for((7, 5), frozenset({"sm_90"}))
 
@@ -88,13 +123,12 @@ def wrong_card(ordinal: int) -> None:
 @pytest.mark.parametrize(
     ("words", "opened", "says"),
     [
-        (["search", "one", "--like", 8], None, "no card has run the scans"),
-        (["search", "one", "--like", 8, "--unproven"], no_card, "no CUDA device answers"),
-        (["search", "one", "--like", 8, "--unproven"], wrong_card, "compute capability 7.5"),
-        (["index", "recall", "one"], None, "no card has run the scans"),
+        (["search", "one", "--like", 8], no_card, "no CUDA device answers"),
+        (["search", "one", "--like", 8], wrong_card, "compute capability 7.5"),
+        (["index", "recall", "one"], no_card, "no CUDA device answers"),
     ],
 )
-def test_a_card_is_refused_unless_asked_for_by_name_there_and_fit(
+def test_a_card_is_refused_unless_there_and_fit(
     rows: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,
     words: list[object],
@@ -120,6 +154,7 @@ def test_a_card_is_refused_unless_asked_for_by_name_there_and_fit(
         (["index", "build", "home", "--file", "rows.parquet", "--aim", "2"], "aim is 2"),
         (["index", "build", "home", "--file", "rows.parquet", "--aim", "nan"], "aim is nan"),
         (["search", "one", "--like", "3"], "no index in one"),
+        (["search", "there", "--like", "4", "--record"], "--record keeps what --health finds"),
         (["search", "there"], "--like ID, or --queries FILE"),
         (["search", "there", "--like", "3"], "no row 3"),
         (["search", "there", "--like", "4", "--rerank", "9"], "rerank is no choice"),

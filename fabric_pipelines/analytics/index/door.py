@@ -8,9 +8,8 @@ many is measured against exact search on every training and kept. The metric is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from dataclasses import fields as fields_of
+import warnings
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -20,14 +19,27 @@ import numpy.typing as npt
 from fabric_pipelines.analytics.index import quality, saved
 from fabric_pipelines.analytics.index.card_places import Proposed
 from fabric_pipelines.analytics.index.coarse import Coarse, capacity_of, place, train
+from fabric_pipelines.analytics.index.cuvs_lists import CuvsLists
 from fabric_pipelines.analytics.index.faiss_lists import FaissLists
+from fabric_pipelines.analytics.index.kinds import (
+    REMEDIES,
+    Cagra,
+    Exact,
+    Faiss,
+    IvfPq,
+    Kind,
+    Lattice,
+    check,
+    choices_of,
+    kind_of,
+)
 from fabric_pipelines.analytics.index.lattice import CodeLists
 from fabric_pipelines.analytics.index.lists import FloatLists
-from fabric_pipelines.analytics.index.quality import Quality
+from fabric_pipelines.analytics.index.quality import Quality, RecallShort
 from fabric_pipelines.analytics.index.space import Answer, Asked, Space, distances_of, ranked
 from fabric_pipelines.analytics.index.store import F64, Rows
 from fabric_pipelines.analytics.index.traffic import Firsts, Watch
-from fabric_pipelines.analytics.search import METRICS, Floats, Ids, Metric
+from fabric_pipelines.analytics.search import Floats, Ids, Metric
 from fabric_pipelines.analytics.threads import ONE_THREAD
 from fabric_pipelines.errors import CorruptionFound, UsageError
 
@@ -36,61 +48,11 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 4096  # of the exact kind's lists: rows by slot
 NPROBE, RERANK = 8, 8  # until recall was measured; rerank in multiples of k
+CUVS_FILE = "index.cuvs"  # cuVS's own bytes
 DEAD_MAX = 0.5  # share of slots under a tombstone above which the store is compacted
 
 M = TypeVar("M", bound=Metric)
 Backend = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Every row is looked at."""
-
-    name: str = field(default="exact", init=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Inverted:
-    """Rows in lists around centroids, of which a query looks at the nprobe nearest.
-
-    lists: how many (0: the square root of the rows at training; fewer where there are fewer rows). balance: no list
-    takes more than this times the rows a list, when it is cut; there are more lists where that needs them. aim: recall@10 that the nprobe of a search which names none should have."""
-
-    lists: int = 0
-    balance: float = 3.0
-    iterations: int = 10
-    aim: float = 0.95
-    name: str = field(default="inverted", init=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Lattice:
-    """The same lists, of E8 codes with `bits` a dimension; the `rerank` best by code are ranked by their rows."""
-
-    bits: int = 4
-    lists: int = 0
-    balance: float = 3.0
-    iterations: int = 10
-    aim: float = 0.95
-    name: str = field(default="lattice", init=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Faiss:
-    """An index of faiss-cpu, by its factory string; `nprobe` is an IVF's, `rerank` the efSearch of an HNSW."""
-
-    factory: str = "HNSW32"
-    aim: float = 0.95
-    name: str = field(default="faiss", init=False)
-
-
-Kind = Exact | Inverted | Lattice | Faiss
-KINDS: dict[str, type[Exact] | type[Inverted] | type[Lattice] | type[Faiss]] = {
-    "exact": Exact,
-    "inverted": Inverted,
-    "lattice": Lattice,
-    "faiss": Faiss,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +77,7 @@ class Stats:
 class VectorIndex(Generic[M]):
     """An index in memory. Not for calls from two threads at once, of which one changes it.
 
-    backend "cuda" scans on a card, where the same answer comes from, to the last bit; it has to be asked for with
-    `unproven`, since no card has run it yet (on_card.py)."""
+    backend "cuda" scans on a card, where the same answer comes from, to the last bit (on_card.py)."""
 
     def __init__(
         self,
@@ -126,19 +87,18 @@ class VectorIndex(Generic[M]):
         metric: M,
         seed: int = 0,
         backend: Backend = "cpu",
-        unproven: bool = False,
     ) -> None:
-        _check(dim, kind, metric)
+        check(dim, kind, metric)
         self.dim, self.kind, self.metric, self.seed = dim, kind, metric, seed
         self.quality: Quality | None = None
         self._rows = Rows(dim, metric)
         self._space = Space(metric, np.zeros(dim))
         self._coarse: Coarse | None = None
-        self._lists: FloatLists | CodeLists | FaissLists = FloatLists(self._space, 0)
+        self._lists: FloatLists | CodeLists | FaissLists | CuvsLists = FloatLists(self._space, 0)
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
         self._card: CardScans | None = None
         self.asked = self.left = 0  # queries since a card was taken; those it left to the CPU
-        self.use(backend, unproven=unproven)
+        self.use(backend)
 
     @classmethod
     def build(
@@ -150,7 +110,6 @@ class VectorIndex(Generic[M]):
         metric: M,
         seed: int = 0,
         backend: Backend = "cpu",
-        unproven: bool = False,
     ) -> VectorIndex[M]:
         """Of rows [n, d] named ids [n]; of an id that comes twice the last row counts."""
         if vectors.ndim != 2:
@@ -161,7 +120,6 @@ class VectorIndex(Generic[M]):
             metric=metric,
             seed=seed,
             backend=backend,
-            unproven=unproven,
         )
         index._rows.upsert(*index._rows.checked(vectors, ids))
         index.train()
@@ -170,9 +128,9 @@ class VectorIndex(Generic[M]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def use(self, backend: Backend, *, unproven: bool = False) -> None:
-        """Scan on the CPU from now on, or on the machine's first card. Raises DeviceRefused for "cuda" without
-        `unproven`, for kind faiss, and without a card that the shipped kernels run on; MissingDependency without CuPy."""
+    def use(self, backend: Backend) -> None:
+        """Scan on the CPU from now on, or on the machine's first card. Raises DeviceRefused for "cuda" with
+        kind faiss, and without a card that the shipped kernels run on; MissingDependency without CuPy."""
         if backend not in ("cpu", "cuda"):
             raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
         fresh = None
@@ -180,7 +138,7 @@ class VectorIndex(Generic[M]):
             # here and not above: it imports what imports this, and the CPU needs none of it
             from fabric_pipelines.analytics.index.on_card import opened
 
-            fresh = opened(self.kind.name, unproven=unproven)
+            fresh = opened(self.kind.name)
         self.close()
         self._card, self.asked, self.left = fresh, 0, 0
 
@@ -244,7 +202,7 @@ class VectorIndex(Generic[M]):
         says what this search met (`answer.health`)."""
         if k < 1:
             raise UsageError(f"k is {k}; ask for at least one neighbour")
-        wide, deep = self._effort(k, nprobe, rerank)
+        wide, deep = self.effort(k, nprobe, rerank)
         # The library's own threads wait for each other at matrices of this size; lists are spread over ours.
         with ONE_THREAD:
             return self._search(Asked(xq, self._space), k, wide, deep, health=health)
@@ -324,7 +282,7 @@ class VectorIndex(Generic[M]):
         """Candidates, by the card where there is one."""
         if self._card is None or not len(asked.open) or not len(self._lists):
             return self._scanned(asked, probes, apart, k, wide, deep, watched=watched)
-        assert not isinstance(self._lists, FaissLists), "faiss has no kernels of ours"
+        assert not isinstance(self._lists, FaissLists | CuvsLists), "it has no kernels of ours"
         if self._coarse is None:
             assert isinstance(self._lists, FloatLists), "codes without centroids"
             return self._card.of_all(self._lists, asked, k, BLOCK_ROWS)
@@ -339,7 +297,7 @@ class VectorIndex(Generic[M]):
         near = none, none
         if not len(asked.open) or not len(self._lists):
             query, slot = none, none
-        elif isinstance(self._lists, FaissLists):
+        elif isinstance(self._lists, FaissLists | CuvsLists):
             query, slot = self._lists.scan(asked, wide, deep, k)
         elif isinstance(self._lists, CodeLists):
             firsts = Firsts(probes.size) if watched else None
@@ -399,7 +357,20 @@ class VectorIndex(Generic[M]):
                 ).I
             ),
         )
+        if said := self.shortfall():
+            warnings.warn(RecallShort(said), stacklevel=2)
         return self.quality
+
+    def shortfall(self) -> str:
+        """A sentence where the measured recall is below the aim whatever the effort; else nothing."""
+        found = self.quality
+        if found is None or found.recall >= found.aim:
+            return ""
+        remedy = REMEDIES.get(self.kind.name, "take kind exact")
+        return (
+            f"recall@{found.k} of this index of kind {self.kind.name!r} is {found.recall:.3f} at the greatest effort that was "
+            f"measured, below its aim of {found.aim:g}: {remedy}; or state a lower aim"
+        )
 
     def stats(self) -> Stats:
         sizes = self._lists.sizes()
@@ -416,18 +387,24 @@ class VectorIndex(Generic[M]):
             len(self) * self.dim * 4,
             self._lists.bytes,
             self.quality,
-            "cpu" if self._card is None else self._card.card.name,
+            self._where(),
         )
+
+    def _where(self) -> str:
+        if isinstance(self._lists, CuvsLists):
+            return self._lists.where
+        return "cpu" if self._card is None else self._card.card.name
 
     def recipe(self) -> dict[str, Any]:
         """How it was made and what it reached: with the digests of a saved state, what a receipt says of it."""
+        theirs = {"cuvs": self._lists.version} if isinstance(self._lists, CuvsLists) else {}
         return {
             "kind": asdict(self.kind),
             "metric": self.metric,
             "dim": self.dim,
             "seed": self.seed,
             "quality": asdict(self.quality) if self.quality else None,
-        }
+        } | ({"library": theirs} if theirs else {})
 
     def content_sha256(self) -> str:
         """Digest of the live rows by id, whatever became of others before."""
@@ -445,12 +422,16 @@ class VectorIndex(Generic[M]):
             "centroids": trained,
             "centre": self._space.centre,
         }
-        return saved.write(folder, self.recipe(), arrays)
+        files = {}
+        if isinstance(self._lists, CuvsLists) and self._lists.taken:
+            numbers = np.full(self._rows.count, -1, np.int64)
+            numbers[live] = np.arange(len(live))
+            arrays["places"] = self._lists.places(numbers)
+            files[CUVS_FILE] = self._lists.save
+        return saved.write(folder, self.recipe(), arrays, files)
 
     @classmethod
-    def load(
-        cls, folder: Path, *, backend: Backend = "cpu", unproven: bool = False
-    ) -> VectorIndex[Any]:
+    def load(cls, folder: Path, *, backend: Backend = "cpu") -> VectorIndex[Any]:
         """What `save` left, checked to the last byte; it answers as it did."""
         manifest, arrays = saved.read(folder)
         try:
@@ -467,20 +448,27 @@ class VectorIndex(Generic[M]):
             listed = np.flatnonzero(arrays["list_of"] >= 0)
             if isinstance(index._lists, FloatLists):
                 index._lists.space = index._space
-            if isinstance(kind, Faiss):
-                if len(listed):
+            if isinstance(kind, Faiss | Cagra | IvfPq):
+                if "places" in arrays:
+                    index._again(folder, recipe["library"]["cuvs"], arrays["places"], listed)
+                elif len(listed):
                     index._first(listed)
-                index.use(backend, unproven=unproven)
+                index.use(backend)
                 return index
             working, reach = index._working(listed)
             labels = listed // BLOCK_ROWS if index._coarse is None else arrays["list_of"][listed]
             index._append(listed, working, reach, labels)
         except (KeyError, TypeError, ValueError) as fault:
             raise CorruptionFound(f"{folder} is not an index: {fault}; build it anew") from fault
-        index.use(backend, unproven=unproven)
+        index.use(backend)
         return index
 
-    def _effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+    def list_sizes(self) -> Ids:
+        """Rows of each list."""
+        return self._lists.sizes()
+
+    def effort(self, k: int, nprobe: int | None, rerank: int | None) -> tuple[int, int]:
+        """nprobe and rerank that a search of these uses."""
         choices = choices_of(self.kind)
         for name, value in (("nprobe", nprobe), ("rerank", rerank)):
             if value is None:
@@ -503,8 +491,8 @@ class VectorIndex(Generic[M]):
         if isinstance(kind, Exact):
             self._append(slots, working, reach, slots // BLOCK_ROWS)
             return
-        if isinstance(kind, Faiss):
-            self._lists = FaissLists(self._space, kind.factory)
+        if isinstance(kind, Faiss | Cagra | IvfPq):
+            self._lists = self._theirs(kind)
             self._append(slots, working, reach, np.zeros(len(slots), np.int64))
             return
         count = min(kind.lists or max(1, round(len(slots) ** 0.5)), len(slots))
@@ -519,6 +507,26 @@ class VectorIndex(Generic[M]):
         labels = place(working, ids, self._coarse, capacity_of(len(slots), count, kind.balance))
         self._append(slots, working, reach, labels)
 
+    def _theirs(self, kind: Faiss | Cagra | IvfPq) -> FaissLists | CuvsLists:
+        """Another library's index, empty."""
+        if isinstance(kind, Faiss):
+            return FaissLists(self._space, kind.factory)
+        if isinstance(kind, Cagra):
+            return CuvsLists(self._space, kind.name, degree=kind.degree)
+        how = {"lists": kind.lists, "bits": kind.bits, "parts": kind.parts}
+        return CuvsLists(self._space, kind.name, **how)
+
+    def _again(self, folder: Path, version: str, places: Ids, listed: Ids) -> None:
+        """cuVS's own index from its bytes, and the rows at slots `listed` that it did not have yet."""
+        assert isinstance(self.kind, Cagra | IvfPq), "places are kept of cuVS's kinds alone"
+        lists = self._theirs(self.kind)
+        assert isinstance(lists, CuvsLists)
+        lists.load(folder / CUVS_FILE, places, version)
+        self._lists = lists
+        self._list_of[places[places >= 0]] = 0
+        rest = np.setdiff1d(listed, places)
+        self._append(rest, *self._working(rest), np.zeros(len(rest), np.int64))
+
     def _empty_lists(self, coarse: Coarse) -> None:
         if isinstance(self.kind, Lattice):
             self._lists = CodeLists(coarse, self.kind.bits, self.seed)
@@ -526,7 +534,7 @@ class VectorIndex(Generic[M]):
             self._lists = FloatLists(self._space, len(coarse))
 
     def _nearest_list(self, slots: Ids, working: Floats) -> Ids:
-        if isinstance(self.kind, Faiss):
+        if isinstance(self.kind, Faiss | Cagra | IvfPq):
             return np.zeros(len(slots), np.int64)
         if self._coarse is None:
             return slots // BLOCK_ROWS
@@ -551,7 +559,7 @@ class VectorIndex(Generic[M]):
             kept = self._rows.alive[: self._rows.count]
             self._list_of = self._list_of[kept]
             self._lists.renumber(self._rows.compact())
-            if isinstance(self._lists, FaissLists):  # which holds on to dead rows
+            if isinstance(self._lists, FaissLists | CuvsLists):  # which hold on to dead rows
                 slots = np.sort(self._scorable_live())
                 self._lists = FloatLists(self._space, 0)
                 if len(slots):
@@ -563,43 +571,3 @@ class VectorIndex(Generic[M]):
     def _scorable_live(self) -> Ids:
         live = self._rows.live()
         return live[self._rows.scorable[live]]
-
-
-def choices_of(kind: Kind) -> tuple[str, ...]:
-    """What a search of this kind may choose."""
-    if isinstance(kind, Faiss):
-        upper = kind.factory.upper()
-        return ("rerank",) if "HNSW" in upper else ("nprobe",) if "IVF" in upper else ()
-    return {"exact": (), "inverted": ("nprobe",), "lattice": ("nprobe", "rerank")}[kind.name]
-
-
-def kind_of(fields: Mapping[str, Any]) -> Kind:
-    """From `name` and the fields of that kind. UsageError naming the kinds for another name."""
-    given = dict(fields)
-    name = given.pop("name", "")
-    if name not in KINDS:
-        raise UsageError(f"kind {name!r} is unknown; use one of {', '.join(KINDS)}")
-    known = {each.name for each in fields_of(KINDS[name])}
-    foreign = sorted(set(given) - known)
-    if foreign:
-        raise UsageError(f"an index of kind {name!r} has no {foreign[0]}: leave it out")
-    return KINDS[name](**given)
-
-
-def _check(dim: int, kind: Kind, metric: str) -> None:
-    if dim < 1:
-        raise UsageError(f"dimension is {dim}; it must be at least 1")
-    if metric not in METRICS:
-        raise UsageError(f"metric {metric!r} is unknown; use one of {', '.join(METRICS)}")
-    if isinstance(kind, Exact):
-        return
-    if not 0 < kind.aim <= 1:
-        raise UsageError(f"aim is {kind.aim}; recall lies above 0 and at most at 1")
-    if isinstance(kind, Faiss):
-        return
-    if isinstance(kind, Lattice) and kind.bits not in (2, 3, 4):
-        raise UsageError(f"bits is {kind.bits}; E8 codes have 2, 3 or 4 a dimension")
-    if kind.lists < 0 or kind.iterations < 0:
-        raise UsageError("lists and iterations cannot be negative")
-    if not kind.balance >= 1:
-        raise UsageError(f"balance is {kind.balance}; the largest list cannot be below the mean, 1")

@@ -4,8 +4,6 @@ What is proposed is ranked like everything else behind the door, in float64 from
 to the last bit wherever no row that belongs to it was left out, and each scan proves that or leaves the query to the CPU:
 exact search by its bounds (resident.py); an inverted file by the k-th distance, which must lie below what any row that was
 not kept can have; codes by scores that are the CPU's own bits, where none was cut off that ties with the last.
-No card has run these scans yet: they were held to the CPU's answers on a CPU alone (testing.host_gpu), so they run only
-for who asks for them by that name.
 """
 
 from __future__ import annotations
@@ -31,18 +29,16 @@ from fabric_pipelines.device.card import Card
 from fabric_pipelines.errors import DeviceRefused
 
 
-def opened(kind: str, *, unproven: bool) -> CardScans:
-    """On the machine's first card. DeviceRefused where it was not asked for by name, for a kind without kernels, and
-    without a card that the shipped kernels run on; MissingDependency without CuPy."""
-    if kind == "faiss":
-        raise DeviceRefused(
-            "an index of kind 'faiss' has no kernels of its own: use the cpu backend"
+def opened(kind: str) -> CardScans:
+    """On the machine's first card. DeviceRefused for a kind without kernels, and without a card that the shipped kernels run
+    on; MissingDependency without CuPy."""
+    if kind in ("faiss", "cagra", "ivf_pq"):
+        where = (
+            "the cpu backend"
+            if kind == "faiss"
+            else "the cpu backend, and cuVS searches on the card"
         )
-    if not unproven:
-        raise DeviceRefused(
-            "no card has run the scans of an index yet, they were held to the CPU's answers on a CPU alone: ask for "
-            "them by name (unproven=True, `--unproven`), or use the cpu backend"
-        )
+        raise DeviceRefused(f"an index of kind {kind!r} has no kernels of its own: use {where}")
     return CardScans(gpu.Gpu(0))
 
 

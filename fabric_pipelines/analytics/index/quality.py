@@ -19,6 +19,10 @@ K = 10
 QUESTIONS_MAX = 256
 
 
+class RecallShort(UserWarning):
+    """An index was built whose recall is below its aim at every effort."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """recall@K at an effort; nprobe and rerank are 0 where the kind has none."""

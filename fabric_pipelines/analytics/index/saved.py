@@ -2,10 +2,11 @@
 
     index.json     kind, metric, dimension, seed, measured recall; sha256 of every file and of the content
     ids.npy vectors.npy list_of.npy centroids.npy centre.npy
+    places.npy index.cuvs      of cuVS's kinds: the row of each of its places (-1: dead), and its own bytes
 
 Rows lie by id without tombstones, so the same live rows have the same bytes whatever their history. Scan copies and codes
 follow from them and are made again at loading. A folder is written beside its place, synced and renamed: it is there
-whole or not at all. Reading hashes every file, and refuses a folder that is not what its manifest says.
+whole or not at all. cuVS's bytes hold its rows once more and are read by the version that wrote them alone (recipe: library). Reading hashes every file, and refuses a folder that is not what its manifest says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ MANIFEST = "index.json"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def write(folder: Path, recipe: Mapping[str, Any], arrays: Arrays) -> str:
-    """sha256 of the manifest: the name of this state. UsageError where something is there already."""
+def write(
+    folder: Path,
+    recipe: Mapping[str, Any],
+    arrays: Arrays,
+    others: Mapping[str, Callable[[Path], None]] | None = None,
+) -> str:
+    """sha256 of the manifest: the name of this state. others: file -> what writes it at the path it is given.
+    UsageError where something is there already."""
     if folder.exists():
         raise UsageError(f"{folder} is there already: name another folder, or remove it")
     temp = folder.with_name(f".{folder.name}.tmp")
@@ -44,6 +51,9 @@ def write(folder: Path, recipe: Mapping[str, Any], arrays: Arrays) -> str:
             content = _npy(array)
             files[f"{name}.npy"] = {"sha256": _sha256(content), "bytes": len(content)}
             _put(temp / f"{name}.npy", content)
+        for name, put in (others or {}).items():
+            put(temp / name)
+            files[name] = _settled(temp / name)
         manifest = canonical_json(
             {
                 "format": FORMAT,
@@ -79,12 +89,18 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     for name, entry in manifest["files"].items():
         path = folder / name
         try:
-            content = path.read_bytes()
+            if path.suffix != ".npy":  # another library reads it, from the file
+                with path.open("rb") as file:
+                    content, found = b"", hashlib.file_digest(file, "sha256").hexdigest()
+            else:
+                content = path.read_bytes()
+                found = _sha256(content)
         except FileNotFoundError:
             raise CorruptionFound(f"{path} is missing: build the index anew") from None
-        if _sha256(content) != entry["sha256"]:
+        if found != entry["sha256"]:
             raise CorruptionFound(f"{path} is not what {MANIFEST} says: build the index anew")
-        arrays[path.stem] = np.load(io.BytesIO(content), allow_pickle=False)
+        if path.suffix == ".npy":
+            arrays[path.stem] = np.load(io.BytesIO(content), allow_pickle=False)
     if content_sha256(arrays["ids"], arrays["vectors"]) != manifest["content_sha256"]:
         raise CorruptionFound(f"the rows in {folder} are not those of {MANIFEST}: build it anew")
     return manifest, arrays
@@ -102,6 +118,14 @@ def _npy(array: npt.NDArray[Any]) -> bytes:
     into = io.BytesIO()
     np.lib.format.write_array(into, np.ascontiguousarray(array), (1, 0), allow_pickle=False)
     return into.getvalue()
+
+
+def _settled(path: Path) -> dict[str, Any]:
+    """Of a file that another library wrote: synced, its digest and size."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return {"sha256": found, "bytes": os.fstat(file.fileno()).st_size}
 
 
 def _put(path: Path, content: bytes) -> None:

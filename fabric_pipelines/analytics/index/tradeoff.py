@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines.analytics.index import quality
-from fabric_pipelines.analytics.index.door import VectorIndex, choices_of
+from fabric_pipelines.analytics.index.door import VectorIndex
+from fabric_pipelines.analytics.index.kinds import choices_of
 from fabric_pipelines.analytics.index.store import F64
 from fabric_pipelines.analytics.search import recall_at_k
 from fabric_pipelines.errors import UsageError

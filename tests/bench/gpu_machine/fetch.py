@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TREE = HERE.parents[2]
-GROUPS = ("base", "tests", "postgres", "numpy", "cupy", "transformers", "vllm")
+GROUPS = ("base", "tests", "postgres", "numpy", "cupy", "cuvs", "peers", "transformers", "vllm")
 USUAL = "base,tests,postgres"
 PYTHON = "3.12"
 GLIBCS = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)

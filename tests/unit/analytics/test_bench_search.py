@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fabric_pipelines.testing import cuvs_standin
 from tests.bench import search, search_rows, search_systems
 
+CUVS = json.loads((Path(__file__).parents[2] / "contracts/cuvs_26_6.json").read_text())
 SYSTEMS = (
     *(f"{kind}{where}" for kind in ("exact", "inverted", "lattice, 4 bits", "lattice, 2 bits") for where in ("", ", on a card")),
     "torch matmul + topk", "torch matmul + topk, on the CPU",
@@ -101,3 +104,24 @@ def test_an_index_of_faiss_finds_what_its_greatest_effort_should(place: int) -> 
         faiss.omp_set_num_threads(threads)
     assert where == "cpu"
     assert found[:, 0].tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_an_index_of_cuvs_is_called_as_its_own_signatures_say(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = cuvs_standin.Faults()
+    for name, module in cuvs_standin.modules(CUVS, faults).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    xb = search_rows.drawn("clustered", 400, 16, 1)
+    name, make = list(search_systems.cuvses(xb))[place]
+    width, efforts, ask, where = make()
+    gc.collect()  # what an index only borrows has to be held by who asks
+    least, most = (efforts[0], efforts[-1]) if efforts else (None, None)
+    assert ask(xb[:20], least).shape == (20, search_systems.K), name
+    found = ask(xb[:20], most)
+    assert found.dtype == np.int64
+    assert found[:, 0].tolist() == list(range(20))
+    assert where == "a stand-in's card"
+    assert width > 0
+    assert {call.split(".")[-1] for call, _ in faults.calls} >= {"build", "search"}

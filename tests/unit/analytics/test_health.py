@@ -148,6 +148,9 @@ def test_margins_equal_distances_to_all_centroids() -> None:
     apart[np.arange(len(owner)), owner] = np.inf
     margin = (apart.min(axis=1) - own) / (apart.min(axis=1) + own)
     found = table(csr)
+    assert found.facts.points is not None
+    counted = np.histogram(margin, 50, (-1, 1))[0]
+    assert found.facts.points.margins.tolist() == counted.tolist()
     for c in range(6):
         mine = margin[owner == c]
         assert value(found, "centroid_margin_p10", c) == pytest.approx(np.quantile(mine, 0.1))
@@ -205,7 +208,7 @@ def test_rows_whose_hashes_collide_are_told_apart_by_their_bytes(
             found = super().admit(min_norm, hashed=hashed)
             return found._replace(hash=np.zeros_like(found.hash))
 
-    monkeypatch.setattr(health, "_sweeps", lambda _, csr, unproven: OneHash(csr))
+    monkeypatch.setattr(health, "_sweeps", lambda _, csr: OneHash(csr))
     csr = planted(2, 40, 9)
     rows = csr.rows.copy()
     rows[2] = rows[0]
@@ -280,7 +283,7 @@ def test_sweeps_that_drop_dimensions_past_128_are_caught_as_corrupt(
             norm2 = (self._csr.rows[:, :128].astype(np.float64) ** 2).sum(axis=1)
             return whole._replace(norm2=norm2)
 
-    monkeypatch.setattr(health, "_sweeps", lambda _, csr, unproven: Narrow(csr))
+    monkeypatch.setattr(health, "_sweeps", lambda _, csr: Narrow(csr))
     for metric in ("l2", "cosine"):
         assert len(table(planted(2, 9, 128), metric).breaches) == 0
         found = table(planted(2, 9, 129), metric)

@@ -50,6 +50,7 @@ def test_sound_data_is_kept(store: Store) -> None:
         "shuffle 30 % of labels",
         "merge two",
         "split one at random",
+        "stray centroid",
         "truncate dims",
         "truncate dims, normalise",
         "swap model",

@@ -59,7 +59,7 @@ def test_a_card_has_its_passes_and_its_name_in_the_table(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "Gpu", lambda ordinal: card)
     monkeypatch.setattr(health, "_card", lambda where: {"name": card.name, "driver": "none"})
     monkeypatch.setattr(health, "WARM_ROWS", 60)
-    where = health.Where("cuda", unproven=True)
+    where = health.Where("cuda")
     found = health.measure(400, 9, 6, peer=False, say=lambda line: None, where=where)
     every = found["metrics"]
     assert every["corrupt"] == {}

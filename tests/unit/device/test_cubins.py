@@ -93,18 +93,21 @@ def test_a_log_of_another_build_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_sources_compile_to_the_shipped_cubins(tmp_path: Path) -> None:
-    """One architecture a run keeps this short; `make -C cuda` builds all five."""
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_sources_compile_to_the_shipped_cubins(tmp_path: Path, arch: str) -> None:
     shutil.copytree(CUDA, tmp_path / "cuda")
-    command = ["make", "-s", "-C", str(tmp_path / "cuda"), "ARCHS=sm_90", f"OUT={tmp_path}/out"]
-    targets = [f"{tmp_path}/out/sm_90/{family}.cubin" for family in sorted(FAMILIES)]
+    command = ["make", "-s", "-C", str(tmp_path / "cuda"), f"ARCHS={arch}", f"OUT={tmp_path}/out"]
+    targets = [f"{tmp_path}/out/{arch}/{family}.cubin" for family in sorted(FAMILIES)]
     environ = {**os.environ, "PYTHON": sys.executable}
     subprocess.run([*command, *targets], check=True, env=environ)
     shipped = read_manifest()
     rebuilt = build.collect(tmp_path / "out", tmp_path / "cuda")
-    expected = {cubin.family: cubin for cubin in shipped.cubins if cubin.arch == "sm_90"}
+    expected = {cubin.family: cubin for cubin in shipped.cubins if cubin.arch == arch}
     same_compiler = rebuilt.compiler == shipped.compiler
+    assert len(rebuilt.cubins) == len(FAMILIES)
     for cubin in rebuilt.cubins:
+        assert cubin.spills == 0
+        assert not cubin.ptx
         assert sorted(cubin.entries) == sorted(expected[cubin.family].entries)
         if same_compiler:
             assert cubin.entries == expected[cubin.family].entries

@@ -142,7 +142,6 @@ def test_dimensions_that_tiles_drop_past_128_make_their_metrics_corrupt(
             metric="l2",
             backend="cuda",
             only=[metric],
-            unproven=True,
         )
         assert (table.readings[metric].status == Status.CORRUPT).all() == corrupt
         assert list(table.disagreements) == [passes] * corrupt
@@ -175,7 +174,6 @@ def test_dimensions_that_spectra_drop_past_128_make_their_metrics_corrupt(
             metric="l2",
             backend="cuda",
             only=["effective_rank"],
-            unproven=True,
         )
         status = table.readings["effective_rank"].status
         assert np.flatnonzero(status == Status.CORRUPT).tolist() == expected
@@ -199,7 +197,7 @@ def test_a_matrix_whose_kernel_says_it_failed_makes_its_cluster_corrupt_and_no_o
     rows = np.random.default_rng(0).standard_normal((90, 6), dtype=np.float32)
     table = measure(
         rows, np.array([0, 30, 60, 90]), np.arange(90), metric="l2", backend="cuda",
-        only=["effective_rank"], unproven=True,
+        only=["effective_rank"],
     )  # fmt: skip
     status = table.readings["effective_rank"].status
     assert status.tolist() == [Status.OK, Status.CORRUPT, Status.OK]

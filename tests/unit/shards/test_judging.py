@@ -11,6 +11,7 @@ from fabric_pipelines import shards
 from fabric_pipelines.analytics.rules import RuleTable, Verdict, parse, shipped
 from fabric_pipelines.errors import SchemaError
 from fabric_pipelines.shards.judging import DECISIONS_FILE, Judged
+from fabric_pipelines.shards.shard import Shard
 from fabric_pipelines.testing.vector_store import MemoryVectorStore
 
 LISTS = 8
@@ -37,10 +38,15 @@ def built(rows: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> MemoryVectorSt
 
 
 def judged(
-    store: MemoryVectorStore, root: Path, table: RuleTable, *, record: bool = True
+    store: MemoryVectorStore,
+    root: Path,
+    table: RuleTable,
+    *,
+    record: bool = True,
+    ask: bool = False,
 ) -> Judged:
     with shards.open_shard(store, root, "notes") as opened:
-        found = shards.judge(store, root, opened, table)
+        found = shards.judge(store, root, opened, table, ask=ask)
         if record:
             shards.record(opened.generation, found)
     return found
@@ -142,3 +148,32 @@ def test_decisions_that_are_not_json_name_the_file_and_the_remedy(
     move(built, tmp_path, 0)
     with pytest.raises(SchemaError, match=r"decisions\.json cannot be read .* begin afresh"):
         judged(built, tmp_path, shipped())
+
+
+def test_lists_that_searches_are_sent_to_in_vain_are_rebuilt_where_it_was_asked_for(
+    built: MemoryVectorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second generation on the centroids of two lists stand for each other's rows, which no row says of itself."""
+    first = judged(built, tmp_path, shipped(), ask=True)
+    assert first.probes is not None
+    two = np.argsort(first.health.facts.size)[-3:-1].tolist()  # the largest has two humps
+    sound = Shard.centroids
+
+    def swapped(self: Shard) -> np.ndarray:
+        found = sound(self).copy()
+        if self.manifest.generation > 1:
+            found[two] = found[two[::-1]]
+        return found
+
+    for at in range(2):
+        move(built, tmp_path, at)
+        with monkeypatch.context() as patched:
+            patched.setattr(Shard, "centroids", swapped)
+            found = judged(built, tmp_path, shipped(), ask=True)
+    assert found.compared_with == 1
+    said = {d.cluster: d.shown for d in found.decisions if d.verdict is Verdict.REBUILD}
+    assert sorted(said) == sorted(two)
+    assert all("wasted_probes" in str(each.evidence) for each in said.values())
+    unasked = judged(built, tmp_path, shipped(), record=False)
+    assert unasked.verdicts()["UNKNOWN"] == 0
+    assert "probes" not in unasked.to_json()

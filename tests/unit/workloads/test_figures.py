@@ -20,6 +20,12 @@ def test_every_figure_is_one_small_svg() -> None:
         figures.health_map(
             np.arange(320.0).reshape(16, 20), [str(n) for n in range(16)], ["metric"] * 20
         ),
+        figures.radius_histogram(np.linspace(0, 3, 90)),
+        figures.radius_histogram(np.zeros(4)),
+        figures.margin_histogram(np.arange(50)),
+        figures.cluster_map(
+            np.arange(2000.0).reshape(1000, 2), np.ones(1000), np.ones(1000) > 2, np.ones(2)
+        ),
         figures.health_map(np.array([[1.0, np.nan], [2.0, np.nan]]), ["0", "1"], ["a", "b"]),
         figures.probe_accuracy(
             {
@@ -59,6 +65,22 @@ def test_a_figure_of_a_quickstart_is_shown_in_place() -> None:
     ]
     sizes = [len(str(figure(svg).value)) for svg in drawn]
     assert max(sizes) <= figures.INLINE_CHARACTERS_MAX, sizes
+
+
+def test_a_map_draws_clusters_by_their_rows_and_says_what_it_leaves_out() -> None:
+    count = figures.CIRCLES_MAX + 7
+    places = np.random.default_rng(1).standard_normal((count, 2))
+    size = np.arange(count, 0, -1.0)
+    size[0] = 4 * size[1]
+    odd = np.zeros(count, np.bool_)
+    odd[0] = True
+    svg = figures.cluster_map(places, size, odd, np.array([0.5, 0.25]))
+    assert "7 smaller ones left out" in svg
+    assert "50% across, 25% up" in svg
+    red = svg[: svg.index(f"stroke='{figures.RED}'")].rpartition("<path")[2]
+    assert red.count("M") == 1
+    assert "a11 11" in red
+    assert svg.count("M") == figures.CIRCLES_MAX
 
 
 def test_a_sparkline_leaves_a_gap_where_there_is_no_value() -> None:
