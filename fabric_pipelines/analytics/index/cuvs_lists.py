@@ -205,7 +205,7 @@ class CuvsLists:
         except self._found.Fault as fault:
             self._index = self._borrowed = None  # half extended, it would read what is gone
             raise self._refused("take the rows", fault) from fault
-        self._waiting = self._waiting[:0]
+        self._waiting = np.empty((0, self.space.dim), np.float32)  # a slice would hold on to them
 
     def _whole(self) -> Any:
         if self._index is None:
