@@ -20,10 +20,6 @@ from fabric_pipelines.analytics.metrics import METRICS
 from fabric_pipelines.analytics.probes import Probes
 from fabric_pipelines.analytics.readings import Reading, Reference, Status, ratio
 
-PROBES_MIN = 50  # of a list: below it the share of those that gave nothing is off by 0.07 and more
-WIDTH_MAX = (
-    8  # lists a query: the wider a search, the more of its probes give nothing in sound lists too
-)
 GAUSSIAN_GAIN = 2.0 / np.pi  # share of its axis' variance that halving a Gaussian explains
 BASELINE = (
     "effective_rank",

@@ -29,6 +29,7 @@ from fabric_pipelines.analytics.index.kinds import (
     IvfPq,
     Kind,
     Lattice,
+    Theirs,
     check,
     choices_of,
     kind_of,
@@ -52,6 +53,7 @@ CUVS_FILE = "index.cuvs"  # cuVS's own bytes
 DEAD_MAX = 0.5  # share of slots under a tombstone above which the store is compacted
 
 M = TypeVar("M", bound=Metric)
+TheirLists = FaissLists | CuvsLists  # of kinds that are Theirs: they hold on to dead rows
 Backend = Literal["cpu", "cuda"]
 
 
@@ -94,7 +96,7 @@ class VectorIndex(Generic[M]):
         self._rows = Rows(dim, metric)
         self._space = Space(metric, np.zeros(dim))
         self._coarse: Coarse | None = None
-        self._lists: FloatLists | CodeLists | FaissLists | CuvsLists = FloatLists(self._space, 0)
+        self._lists: FloatLists | CodeLists | TheirLists = FloatLists(self._space, 0)
         self._list_of: Ids = np.empty(0, np.int64)  # of each slot; -1: in none
         self._card: CardScans | None = None
         self.asked = self.left = 0  # queries since a card was taken; those it left to the CPU
@@ -282,7 +284,7 @@ class VectorIndex(Generic[M]):
         """Candidates, by the card where there is one."""
         if self._card is None or not len(asked.open) or not len(self._lists):
             return self._scanned(asked, probes, apart, k, wide, deep, watched=watched)
-        assert not isinstance(self._lists, FaissLists | CuvsLists), "it has no kernels of ours"
+        assert not isinstance(self._lists, TheirLists), "it has no kernels of ours"
         if self._coarse is None:
             assert isinstance(self._lists, FloatLists), "codes without centroids"
             return self._card.of_all(self._lists, asked, k, BLOCK_ROWS)
@@ -297,7 +299,7 @@ class VectorIndex(Generic[M]):
         near = none, none
         if not len(asked.open) or not len(self._lists):
             query, slot = none, none
-        elif isinstance(self._lists, FaissLists | CuvsLists):
+        elif isinstance(self._lists, TheirLists):
             query, slot = self._lists.scan(asked, wide, deep, k)
         elif isinstance(self._lists, CodeLists):
             firsts = Firsts(probes.size) if watched else None
@@ -448,7 +450,7 @@ class VectorIndex(Generic[M]):
             listed = np.flatnonzero(arrays["list_of"] >= 0)
             if isinstance(index._lists, FloatLists):
                 index._lists.space = index._space
-            if isinstance(kind, Faiss | Cagra | IvfPq):
+            if isinstance(kind, Theirs):
                 if "places" in arrays:
                     index._again(folder, recipe["library"]["cuvs"], arrays["places"], listed)
                 elif len(listed):
@@ -491,7 +493,7 @@ class VectorIndex(Generic[M]):
         if isinstance(kind, Exact):
             self._append(slots, working, reach, slots // BLOCK_ROWS)
             return
-        if isinstance(kind, Faiss | Cagra | IvfPq):
+        if isinstance(kind, Theirs):
             self._lists = self._theirs(kind)
             self._append(slots, working, reach, np.zeros(len(slots), np.int64))
             return
@@ -507,7 +509,7 @@ class VectorIndex(Generic[M]):
         labels = place(working, ids, self._coarse, capacity_of(len(slots), count, kind.balance))
         self._append(slots, working, reach, labels)
 
-    def _theirs(self, kind: Faiss | Cagra | IvfPq) -> FaissLists | CuvsLists:
+    def _theirs(self, kind: Theirs) -> TheirLists:
         """Another library's index, empty."""
         if isinstance(kind, Faiss):
             return FaissLists(self._space, kind.factory)
@@ -534,7 +536,7 @@ class VectorIndex(Generic[M]):
             self._lists = FloatLists(self._space, len(coarse))
 
     def _nearest_list(self, slots: Ids, working: Floats) -> Ids:
-        if isinstance(self.kind, Faiss | Cagra | IvfPq):
+        if isinstance(self.kind, Theirs):
             return np.zeros(len(slots), np.int64)
         if self._coarse is None:
             return slots // BLOCK_ROWS
@@ -559,7 +561,7 @@ class VectorIndex(Generic[M]):
             kept = self._rows.alive[: self._rows.count]
             self._list_of = self._list_of[kept]
             self._lists.renumber(self._rows.compact())
-            if isinstance(self._lists, FaissLists | CuvsLists):  # which hold on to dead rows
+            if isinstance(self._lists, TheirLists):
                 slots = np.sort(self._scorable_live())
                 self._lists = FloatLists(self._space, 0)
                 if len(slots):

@@ -80,7 +80,8 @@ class IvfPq:
     name: str = field(default="ivf_pq", init=False)
 
 
-Kind = Exact | Inverted | Lattice | Faiss | Cagra | IvfPq
+Theirs = Faiss | Cagra | IvfPq  # another library's candidates
+Kind = Exact | Inverted | Lattice | Theirs
 KINDS: dict[str, type[Kind]] = {
     "exact": Exact,
     "inverted": Inverted,

@@ -88,18 +88,15 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     arrays = {}
     for name, entry in manifest["files"].items():
         path = folder / name
+        array = path.suffix == ".npy"  # another library reads its own from the file
         try:
-            if path.suffix != ".npy":  # another library reads it, from the file
-                with path.open("rb") as file:
-                    content, found = b"", hashlib.file_digest(file, "sha256").hexdigest()
-            else:
-                content = path.read_bytes()
-                found = _sha256(content)
+            content = path.read_bytes() if array else b""
+            found = _sha256(content) if array else _file_sha256(path)
         except FileNotFoundError:
             raise CorruptionFound(f"{path} is missing: build the index anew") from None
         if found != entry["sha256"]:
             raise CorruptionFound(f"{path} is not what {MANIFEST} says: build the index anew")
-        if path.suffix == ".npy":
+        if array:
             arrays[path.stem] = np.load(io.BytesIO(content), allow_pickle=False)
     if content_sha256(arrays["ids"], arrays["vectors"]) != manifest["content_sha256"]:
         raise CorruptionFound(f"the rows in {folder} are not those of {MANIFEST}: build it anew")
@@ -123,9 +120,13 @@ def _npy(array: npt.NDArray[Any]) -> bytes:
 def _settled(path: Path) -> dict[str, Any]:
     """Of a file that another library wrote: synced, its digest and size."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-        return {"sha256": found, "bytes": os.fstat(file.fileno()).st_size}
+    return {"sha256": _file_sha256(path), "bytes": path.stat().st_size}
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put(path: Path, content: bytes) -> None:
