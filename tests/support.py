@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -34,3 +35,11 @@ def eventually(probe: Callable[[], T | None], *, within_s: float, what: str) -> 
             return answer
         time.sleep(0.02)
     pytest.fail(f"not within {within_s} s: {what}")
+
+
+def send(pid: int | None, number: int = signal.SIGKILL) -> None:
+    """A signal to exactly one process. `os.kill` reads 0 as "my own process group" and -1 as "everybody": a
+    test that met a process between two lives killed the whole test run so, and the script that ran it."""
+    assert pid is not None, "no process to send a signal to"
+    assert pid > 1, f"{pid} names no single process"
+    os.kill(pid, number)

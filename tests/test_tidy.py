@@ -147,6 +147,20 @@ def test_no_unfinished_mark_is_left() -> None:
     assert left == []
 
 
+def test_no_test_signals_more_than_one_process_by_its_number() -> None:
+    """`os.kill(pid or 0, 9)` ends the whole run when the process has no pid just then: `support.send` refuses."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in _sources("tests")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "os.kill"
+        and ast.unparse(node.args[0]) != "os.getpid()"
+        and path.name != "support.py"
+    ]
+    assert found == []
+
+
 def test_no_path_of_a_machine_is_published() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -164,4 +164,9 @@ def _state_of(path: Path, running: bool) -> SupervisorState:
     except (ValueError, KeyError, TypeError) as fault:
         raise CorruptionFound(f"{path} is no {what} ({fault!r}): {remedy}") from fault
     told = {**content, "running": running, "processes": processes}
-    return value_of(SupervisorState, told, str(path), what=what, remedy=remedy)
+    state = value_of(SupervisorState, told, str(path), what=what, remedy=remedy)
+    for pid in (state.pid, *(item.pid for item in processes)):
+        # 0 is the reader's own process group to `kill`, -1 everybody, 1 what started the machine
+        if pid is not None and pid <= 1:
+            raise CorruptionFound(f"{path} is no {what} (pid {pid}): {remedy}")
+    return state

@@ -25,7 +25,7 @@ from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
 from fabric_pipelines.settings import load
-from tests.support import eventually
+from tests.support import eventually, send
 
 ENGINE = "smollm2-135m-instruct@ctranslate2-int8"
 TASKS = 400
@@ -239,7 +239,7 @@ def test_completion_outlives_its_database_and_lands_what_it_held(
     machine.compute(at_most=100)
     eventually(lambda: results.counts(database)["generate"], within_s=60, what="rows have landed")
     assert server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
+    send(server.pid)
     server.stop()
     machine.compute()  # the broker takes completions while the database is away
     server.start()

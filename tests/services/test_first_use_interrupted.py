@@ -16,7 +16,7 @@ from fabric_pipelines import interrupts
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.supervise.orphans import marked
 from fabric_pipelines.supervise.place import Place
-from tests.support import eventually
+from tests.support import eventually, send
 from tests.support_command import EMBED, MINI, User, first_user, require_models
 
 UP = ("up", "--no-ui", "--engine", EMBED)
@@ -74,12 +74,12 @@ def test_up_interrupted_twice_does_not_wait_and_everything_ends_by_itself(user: 
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         eventually(lambda: psutil.Process(pid).status() == "stopped", within_s=60, what="it stands")
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        send(pid, signal.SIGCONT)
 
 
 def asked(pid: int) -> bool:

@@ -35,7 +35,7 @@ from fabric_pipelines.errors import (
     VersionRefused,
 )
 from fabric_pipelines.settings import Settings
-from tests.support import eventually, skip_or_fail
+from tests.support import eventually, send, skip_or_fail
 from tests.support_command import small_disk
 from tests.support_completions import pulled_batch
 
@@ -161,7 +161,7 @@ def _kill_when_landing(database: Database, pid: int) -> None:
             within_s=60,
             what="a landing that waits for the table",
         )
-        os.kill(pid, signal.SIGKILL)
+        send(pid)
 
 
 def test_the_server_dies_with_a_killed_parent_and_the_next_one_starts(home: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_server_that_ends_by_itself_ends_the_foreground_process_with_1(home: P
     assert wrapper.stdout is not None
     wrapper.stdout.readline()
     pid = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
-    os.kill(pid, signal.SIGKILL)
+    send(pid)
     _, err = wrapper.communicate(timeout=90)
     assert wrapper.returncode == 1
     assert "ended by itself" in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +28,7 @@ from fabric_pipelines.errors import (
 from fabric_pipelines.settings import Settings
 from fabric_pipelines.supervise import ProcessSpec, Ready
 from fabric_pipelines.supervise.place import Place
+from tests.support import send
 from tests.support_broker import submission_of, tasks_of
 from tests.support_broker_process import Broker, finish_everything, require_whole
 
@@ -58,7 +58,7 @@ def supervised(home: Settings) -> Iterator[Settings]:
 def kill_broker(of: Settings) -> None:
     [state] = supervise.state(of).processes
     assert state.pid is not None
-    os.kill(state.pid, signal.SIGKILL)
+    send(state.pid)
 
 
 def test_a_broker_that_is_killed_under_a_supervisor_is_waited_for_by_every_call(

@@ -30,6 +30,7 @@ from fabric_pipelines.supervise import (
 from fabric_pipelines.supervise.ground import forget_words
 from fabric_pipelines.supervise.orphans import marked
 from fabric_pipelines.supervise.place import Place
+from tests.support import send
 
 SAYS_READY = Ready(log_pattern=r"^ready: ")
 STAY = "import time; print('ready: here', flush=True); time.sleep(600)"
@@ -106,7 +107,7 @@ def test_a_crashed_process_is_started_again_almost_at_once(settings: Settings) -
     start(settings, script("a"), script("b"))
     before = process(settings, "a")
     untouched = process(settings, "b").pid
-    os.kill(before.pid or 0, signal.SIGKILL)
+    send(before.pid)
     eventually(lambda: runs_again(settings, "a", before.pid))
     after = process(settings, "a")
     said = Place.of(settings).own_log.read_text()
@@ -119,12 +120,8 @@ def test_five_kills_in_a_row_are_five_restarts(settings: Settings) -> None:
     start(settings, script("a", backoff=Backoff(first_s=0.02)))
     for kills in range(1, 6):
         pid = process(settings, "a").pid
-        os.kill(pid or 0, signal.SIGKILL)
-        eventually(
-            lambda pid=pid: (  # type: ignore[misc]
-                process(settings, "a").state == "running" and process(settings, "a").pid != pid
-            )
-        )
+        send(pid)
+        eventually(lambda pid=pid: runs_again(settings, "a", pid))  # type: ignore[misc]
         assert process(settings, "a").restarts == kills
 
 
@@ -132,7 +129,7 @@ def test_killing_the_supervisor_ends_its_processes_and_the_next_up_works(
     settings: Settings,
 ) -> None:
     report = start(settings, script("a"), script("b", depends_on=("a",)))
-    os.kill(report.pid, signal.SIGKILL)
+    send(report.pid)
     eventually(lambda: all(gone(item.pid) for item in report.processes))
     eventually(lambda: not supervise.state(settings).running)
     assert [item.state for item in supervise.state(settings).processes] == ["stopped", "stopped"]
@@ -150,7 +147,7 @@ def test_what_outlives_a_killed_supervisor_is_ended_by_the_next_up(
         "'import time; time.sleep(600)'], start_new_session=True); "
     )
     report = start(settings, script("deaf", DEAF), script("parent", grandchild + STAY))
-    os.kill(report.pid, signal.SIGKILL)
+    send(report.pid)
     eventually(lambda: gone(process_of(report, "parent").pid))
     left = left_over(settings)
     assert len(left) == 2
@@ -334,7 +331,7 @@ def test_what_a_killed_process_had_started_ends_before_it_starts_again(
     before = process_of(report, "web").pid
     old = [item.pid for item in psutil.Process(before).children()]
     assert len(old) == 2
-    os.kill(before or 0, signal.SIGKILL)
+    send(before)
     eventually(lambda: runs_again(settings, "web", before))
     assert all(gone(pid) for pid in old), "it was started beside what the last one had left"
     new = psutil.Process(process(settings, "web").pid).children()
@@ -347,7 +344,9 @@ def test_what_a_killed_process_had_started_ends_before_it_starts_again(
 
 
 def runs_again(settings: Settings, name: str, before: int | None) -> bool:
-    now = process(settings, name)
+    now = process(
+        settings, name
+    )  # read once: between two reads it may be between two lives, without a pid
     return now.state == "running" and now.pid != before
 
 
@@ -361,7 +360,7 @@ def test_a_home_deleted_under_a_fabric_stops_it_and_the_next_command_says_so(
     report = start(settings, script("a"), script("b", kind, stop_timeout_s=600))
     path = settings.home / target
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    os.kill(report.pid, signal.SIGCHLD)  # stands for its heartbeat of IDLE_S seconds
+    send(report.pid, signal.SIGCHLD)  # stands for its heartbeat of IDLE_S seconds
     eventually(lambda: all(gone(pid) for pid in pids_of(report)))
     assert settings.home.exists() == (target != "."), "what was deleted came back"
     named = path.parent if target == "journal/segment" else path
@@ -396,7 +395,7 @@ def test_a_fabric_that_took_over_a_lost_home_is_left_alone(settings: Settings) -
 def test_a_deleted_folder_of_logs_is_made_again_at_the_next_start(settings: Settings) -> None:
     before = process_of(start(settings, script("a")), "a").pid
     shutil.rmtree(settings.log_dir)
-    os.kill(before or 0, signal.SIGKILL)
+    send(before)
     eventually(lambda: runs_again(settings, "a", before))
     assert "\nready: here" in text(settings, "a")
 

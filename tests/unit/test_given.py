@@ -145,6 +145,10 @@ def test_the_state_of_a_supervisor(home_settings: Settings) -> None:
     for damaged in ("", "7", "{}", '{"processes": 7}', '{"processes": [7]}'):
         with pytest.raises(CorruptionFound, match=r"is no state of a supervisor.*fuser"):
             reads(damaged)
+    for pid in (1, 0, -1):  # `fabric down` would signal more than one process, or not its own
+        for told in (whole | {"pid": pid}, whole | {"processes": [process | {"pid": pid}]}):
+            with pytest.raises(CorruptionFound, match=rf"\(pid {pid}\).*fuser"):
+                reads(told)
 
 
 def test_the_note_of_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
