@@ -35,6 +35,9 @@ NEAR = 1e-6
 # Tiles round rows and centroids to float32 in one scale: a centroid nearer than this share of it (squared) is sought again in
 # float64. Margins and silhouettes are off by 4e-6 at the share itself (2^-24 * |mean| / distance), and by more beyond.
 TOLD = 1e-5
+# The same share in float64, of (|row| + |mean of all|) * the longest centroid: beyond it products of the rows as they are cost a
+# distance no more than 4 sqrt(dim) 2^-53 / share of itself, 1e-10 at 768 dimensions.
+TOLD_WIDE = 1e-4
 # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to thread barriers of the BLAS.
 TILE_VALUES = 1 << 20
 MARGIN_BINS = 50  # of the histogram
@@ -309,12 +312,13 @@ def points(
     """
     owner, size, tiles = csr.owner(), admitted.size, sweeps.tiles
     error = np.zeros(csr.clusters)
-    asked = np.ones(len(csr.rows), dtype=np.bool_)
     other_mean, near2 = np.empty((2, len(csr.rows)))
     if tiles is not None:
         found, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
         other_mean, near2 = found.mean2, found.near2
         asked = admitted.good & (near2 < TOLD * found.reach2)
+    else:
+        asked = _by_products(csr, admitted, centroids, radii, owner, other_mean, near2)
     if asked.any():
         _nearest_other(csr, centroids, radii, size, owner, asked, other_mean, near2)
     score, margin = np.zeros((2, len(csr.rows)))
@@ -378,6 +382,64 @@ def _by_tiles(
 
     over_rows(compare, len(apart))
     return found, np.maximum(segment_max(apart, csr.indptr), 0.0)
+
+
+def _by_products(
+    csr: Csr,
+    admitted: Admission,
+    centroids: Centroids,
+    radii: Radii,
+    owner: I64,
+    mean_least: F64,
+    near_least: F64,
+) -> Bool:
+    """As _nearest_other for all rows, by products of the rows as they are stored; tells which of them it has left to that one.
+
+    |x - m|^2 = |x - p|^2 + (|m|^2 - 2 x m) - (|p|^2 - 2 x p), p the row's own mean and m less the mean of all: a row is neither
+    weighed nor moved before the product, only its K numbers are.
+    """
+    size = admitted.size
+    filled, spread = np.flatnonzero(size > 0), _per_row(radii.within, size)
+    origin = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    centred = centroids.mean[filled] - origin
+    base = np.einsum("kd,kd->k", centred, centred) + 2.0 * (centred @ origin)
+    longest = np.sqrt(np.einsum("kd,kd->k", centred, centred).max())
+    column = np.zeros(csr.clusters, dtype=np.int64)  # of one without good rows: nobody asks
+    column[filled] = np.arange(len(filled))
+    place: I64 = column[owner]
+    width = min(len(filled), 1024)
+    left = np.zeros(len(csr.rows), dtype=np.bool_)
+    told = TOLD_WIDE * longest
+    away = float(np.linalg.norm(origin))
+
+    def measure(rows: slice) -> None:
+        weight, at = centroids.weight[rows], place[rows]
+        block = csr.rows[rows].astype(np.float64)
+        left_out = weight == 0
+        if left_out.any():
+            block[left_out] = 0.0
+        near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
+        inner, twice = np.zeros(len(block)), -2.0 * weight
+        for low in range(0, len(filled), width):
+            part = slice(low, min(low + width, len(filled)))
+            tile = block @ centred[part].T
+            tile *= twice[:, None]
+            tile += base[part]  # the squared distance less |x - p|^2, but for the own column's
+            inside = np.flatnonzero((at >= low) & (at < part.stop))
+            own = inside, at[inside] - low
+            inner[inside] = tile[own]
+            tile[own] = np.inf
+            np.minimum(near, tile.min(axis=1), out=near)
+            tile += spread[filled[part]]
+            np.minimum(mean, tile.min(axis=1), out=mean)
+        inner -= radii.radius2[rows]
+        near -= inner
+        mean -= inner
+        left[rows] = near < told * (admitted.norm[rows] * weight + away)
+        near_least[rows], mean_least[rows] = np.maximum(near, 0.0), np.maximum(mean, 0.0)
+
+    run_side_by_side(measure, csr.blocks(max(width, csr.dim)))
+    return left & admitted.good
 
 
 def _nearest_other(

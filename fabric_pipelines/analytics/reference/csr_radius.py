@@ -27,5 +27,5 @@ def csr_radius(rows: F32, weight: F64, indptr: I64, centroid: F64) -> F64:
     left_out = weight == 0
     if left_out.any():
         apart[left_out] = 0
-    radius2: F64 = np.einsum("ij,ij->i", apart, apart)
+    radius2: F64 = np.vecdot(apart, apart)
     return radius2

@@ -57,7 +57,8 @@ def row_flags(rows: F32, min_norm: float) -> tuple[F64, np.ndarray[tuple[int], n
     for finite rows whose norm is below `min_norm`, for which a direction is undefined.
     """
     wide = rows.astype(np.float64)
-    norm2 = np.einsum("ij,ij->i", wide, wide)
+    with np.errstate(invalid="ignore"):  # flagged below
+        norm2 = np.vecdot(wide, wide)
     nan, inf = np.zeros((2, len(rows)), dtype=np.bool_)
     broken = np.flatnonzero(~np.isfinite(norm2))  # squares of finite float32 stay finite in float64
     nan[broken] = np.isnan(rows[broken]).any(axis=1)
