@@ -23,9 +23,10 @@ from fabric_pipelines.analytics.csr import (
     segment_max,
     segment_sum,
 )
+from fabric_pipelines.analytics.reference.csr_centroid import widened
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
-from fabric_pipelines.analytics.threads import ONE_THREAD, over_rows, run_side_by_side
+from fabric_pipelines.analytics.threads import ONE_THREAD, Scratch, over_rows, run_side_by_side
 from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
@@ -412,17 +413,24 @@ def _by_products(
     told = TOLD_WIDE * longest
     away = float(np.linalg.norm(origin))
 
+    scratch, tiles = Scratch(), Scratch()
+
     def measure(rows: slice) -> None:
-        weight, at = centroids.weight[rows], place[rows]
-        block = csr.rows[rows].astype(np.float64)
-        left_out = weight == 0
-        if left_out.any():
-            block[left_out] = 0.0
+        block = csr.rows[rows]
+        with scratch.taken(*block.shape) as wide, tiles.taken(len(block), width) as tile:
+            near, mean = sought(rows, widened(block, centroids.weight[rows], wide), tile)
+        # all that is left of a row here is its norm: weighed it is the norm or 1
+        left[rows] = near < told * (admitted.norm[rows] * centroids.weight[rows] + away)
+        near_least[rows], mean_least[rows] = np.maximum(near, 0.0), np.maximum(mean, 0.0)
+
+    def sought(rows: slice, block: F64, whole: F64) -> tuple[F64, F64]:
+        at, twice = place[rows], -2.0 * centroids.weight[rows]
         near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
-        inner, twice = np.zeros(len(block)), -2.0 * weight
+        inner = np.zeros(len(block))
         for low in range(0, len(filled), width):
             part = slice(low, min(low + width, len(filled)))
-            tile = block @ centred[part].T
+            tile = whole.reshape(-1)[: len(block) * (part.stop - low)].reshape(len(block), -1)
+            np.matmul(block, centred[part].T, out=tile)
             tile *= twice[:, None]
             tile += base[part]  # the squared distance less |x - p|^2, but for the own column's
             inside = np.flatnonzero((at >= low) & (at < part.stop))
@@ -433,12 +441,10 @@ def _by_products(
             tile += spread[filled[part]]
             np.minimum(mean, tile.min(axis=1), out=mean)
         inner -= radii.radius2[rows]
-        near -= inner
-        mean -= inner
-        left[rows] = near < told * (admitted.norm[rows] * weight + away)
-        near_least[rows], mean_least[rows] = np.maximum(near, 0.0), np.maximum(mean, 0.0)
+        return near - inner, mean - inner
 
-    run_side_by_side(measure, csr.blocks(max(width, csr.dim)))
+    # half a block: there is a tile beside it
+    run_side_by_side(measure, csr.blocks(2 * max(width, csr.dim)))
     return left & admitted.good
 
 
@@ -517,5 +523,5 @@ def _nearest_other(
         near_least[rows][wanted] = np.maximum(near, 0.0)[wanted]
         mean_least[rows][wanted] = np.maximum(mean, 0.0)[wanted]
 
-    blocks = csr.blocks(max(width, csr.dim))
+    blocks = csr.blocks(2 * max(width, csr.dim))
     run_side_by_side(measure, (rows for rows in blocks if asked[rows].any()))
