@@ -87,7 +87,8 @@ def draw(
     costs = costs or {}
     flop, needed, beside = _flop(csr), _workspace(csr), _beside_card(csr)
     for name, cost in costs.items():
-        needed[name] = beside[name] + cost.card_bytes
+        here = beside[name] if cost.host_bytes is None else cost.host_bytes
+        needed[name] = here + cost.card_bytes
         flop[name] = flop[name] if cost.flop is None else cost.flop
     asked = set(wanted)
     for name, each in reversed(list(PASSES.items())):
