@@ -305,6 +305,10 @@ def _read(back: npt.NDArray[np.uint8], of: Shape, csr: Csr) -> Summed | None:
     size = found["norms_whole"][one, 0]
     if high[3].any() or not size.all():
         return None
+    error = np.maximum(found["score"][two, 3], 0.0)
+    for name in ("norms_whole", "radius_whole", "score_whole"):  # one flag a row, three sums over it
+        for column in (one, two):
+            error[found[name][column, 0] != size] = np.inf
     filled = csr.sizes > 0
 
     def wide(values: npt.NDArray[Any], filler: float = 0) -> npt.NDArray[Any]:
@@ -330,5 +334,5 @@ def _read(back: npt.NDArray[np.uint8], of: Shape, csr: Csr) -> Summed | None:
         negative=wide(low[2]),
         narrow=wide(high[2]),
         misassigned=wide(low[3]),
-        error=wide(np.maximum(found["score"][two, 3], 0.0)),
+        error=wide(error),
     )

@@ -49,7 +49,7 @@ PASSES: Mapping[str, Pass] = {
         Pass("P5", "robust centre", ("P3",), ("F4", "F3")),
         Pass("P6", "spectrum", ("P2",), ("F6", "F7")),
         Pass("P7", "centroid pairs", ("P3",), ("F8",)),
-        Pass("P8", "point to centroid", ("P3",), ("F8", "F5")),
+        Pass("P8", "point to centroid", ("P3",), ("F8", "F5", "F13")),
         Pass("P9", "pairs", ("P4",), ("F9", "F5")),
         Pass("P10", "graph", ("P9",), ("F10",)),
         Pass("P11", "kernel sums", ("P9",), ("F11",)),
