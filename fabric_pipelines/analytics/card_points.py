@@ -306,7 +306,8 @@ def _read(back: npt.NDArray[np.uint8], of: Shape, csr: Csr) -> Summed | None:
     if high[3].any() or not size.all():
         return None
     error = np.maximum(found["score"][two, 3], 0.0)
-    for name in ("norms_whole", "radius_whole", "score_whole"):  # one flag a row, three sums over it
+    # one flag a row, and sums that all count it
+    for name in ("norms_whole", "radius_whole", "score_whole"):
         for column in (one, two):
             error[found[name][column, 0] != size] = np.inf
     filled = csr.sizes > 0
