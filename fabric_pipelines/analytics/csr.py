@@ -23,8 +23,9 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 
-# 2 MiB of float64 a block: sweeps of 8 MiB took 1.4 to 2.4 times as long, since every array step left the cache.
-BLOCK_VALUES = 1 << 18
+# 4 MiB of float64 a block. At 8 MiB every array step leaves the cache; at 2 MiB threads wait for each other in Python between steps
+# of 50 us: 20,000 x 768 in sweeps of 2, 4 and 8 MiB took 35, 24 and 32 ms.
+BLOCK_VALUES = 1 << 19
 LOOP_SEGMENT_ROWS = (
     16  # at or above this mean length a slice sum beats reduceat (10x at 1,000 rows)
 )

@@ -16,7 +16,7 @@ from fabric_pipelines.analytics.robust import NEAR
 from fabric_pipelines.analytics.stacks import STACK_VALUES, Stack
 
 COLUMNS_MAX = 1 << 12  # of a tile; a column's number fits the 12 bits that neighbour keys give up
-BLOCK_VALUES = 1 << 22  # of the rows on either side of a tile, 32 MiB
+SIDE_VALUES = 1 << 22  # of the rows on either side of a tile, 32 MiB
 SAME_PLACE = (
     1e-12  # rows closer than this share of their rms norm differ by rounding: their distance is 0
 )
@@ -47,7 +47,7 @@ def tile_values(count: int, dim: int) -> int:
 def tiles(stack: Stack, radius2: F64, copy_of: I64) -> Iterator[Tile]:
     """radius2 f64 [N]: squared distance of each row to its mean; copy_of int64 [N]: equal for equal rows. Row
     blocks in order, and in each its column blocks in order."""
-    at_once = max(1, BLOCK_VALUES // stack.dim)
+    at_once = max(1, SIDE_VALUES // stack.dim)
     columns = min(stack.count, COLUMNS_MAX, at_once)
     rows_max = min(at_once, max(1, STACK_VALUES // (len(stack.clusters) * columns)))
     norm2, copies = radius2[stack.places], copy_of[stack.places]

@@ -23,9 +23,10 @@ from fabric_pipelines.analytics.csr import (
     segment_max,
     segment_sum,
 )
+from fabric_pipelines.analytics.reference.csr_centroid import widened
 from fabric_pipelines.analytics.reference.row_admit import INF, NAN, ZERO, mix64
 from fabric_pipelines.analytics.sweeps import Sweeps, beside_tiles
-from fabric_pipelines.analytics.threads import ONE_THREAD, over_rows, run_side_by_side
+from fabric_pipelines.analytics.threads import ONE_THREAD, Scratch, over_rows, run_side_by_side
 from fabric_pipelines.analytics.tiles import NearCentres, Tiles
 
 # Centroids closer than this share of the longest one are one point: rounding decides.
@@ -35,6 +36,9 @@ NEAR = 1e-6
 # Tiles round rows and centroids to float32 in one scale: a centroid nearer than this share of it (squared) is sought again in
 # float64. Margins and silhouettes are off by 4e-6 at the share itself (2^-24 * |mean| / distance), and by more beyond.
 TOLD = 1e-5
+# The same share in float64, of (|row| + |mean of all|) * the longest centroid: beyond it products of the rows as they are cost a
+# distance no more than 4 sqrt(dim) 2^-53 / share of itself, 1e-10 at 768 dimensions.
+TOLD_WIDE = 1e-4
 # float64 values of one distance tile, 8 MiB: 1 MiB tiles lost 3x to thread barriers of the BLAS.
 TILE_VALUES = 1 << 20
 MARGIN_BINS = 50  # of the histogram
@@ -316,12 +320,13 @@ def points(
     """
     owner, size, tiles = csr.owner(), admitted.size, sweeps.tiles
     error = np.zeros(csr.clusters)
-    asked = np.ones(len(csr.rows), dtype=np.bool_)
     other_mean, near2 = np.empty((2, len(csr.rows)))
     if tiles is not None:
         found, error = _by_tiles(csr, centroids, radii, size, owner, tiles)
         other_mean, near2 = found.mean2, found.near2
         asked = admitted.good & (near2 < TOLD * found.reach2)
+    else:
+        asked = _by_products(csr, admitted, centroids, radii, owner, other_mean, near2)
     if asked.any():
         _nearest_other(csr, centroids, radii, size, owner, asked, other_mean, near2)
     score, margin = np.zeros((2, len(csr.rows)))
@@ -385,6 +390,69 @@ def _by_tiles(
 
     over_rows(compare, len(apart))
     return found, np.maximum(segment_max(apart, csr.indptr), 0.0)
+
+
+def _by_products(
+    csr: Csr,
+    admitted: Admission,
+    centroids: Centroids,
+    radii: Radii,
+    owner: I64,
+    mean_least: F64,
+    near_least: F64,
+) -> Bool:
+    """As _nearest_other for all rows, by products of the rows as they are stored; tells which of them it has left to that one.
+
+    |x - m|^2 = |x - p|^2 + (|m|^2 - 2 x m) - (|p|^2 - 2 x p), p the row's own mean and m less the mean of all: a row is neither
+    weighed nor moved before the product, only its K numbers are.
+    """
+    size = admitted.size
+    filled, spread = np.flatnonzero(size > 0), _per_row(radii.within, size)
+    origin = np.average(centroids.mean[filled], axis=0, weights=size[filled])
+    centred = centroids.mean[filled] - origin
+    base = np.einsum("kd,kd->k", centred, centred) + 2.0 * (centred @ origin)
+    longest = np.sqrt(np.einsum("kd,kd->k", centred, centred).max())
+    column = np.zeros(csr.clusters, dtype=np.int64)  # of one without good rows: nobody asks
+    column[filled] = np.arange(len(filled))
+    place: I64 = column[owner]
+    width = min(len(filled), 1024)
+    left = np.zeros(len(csr.rows), dtype=np.bool_)
+    told = TOLD_WIDE * longest
+    away = float(np.linalg.norm(origin))
+
+    scratch, tiles = Scratch(), Scratch()
+
+    def measure(rows: slice) -> None:
+        block = csr.rows[rows]
+        with scratch.taken(*block.shape) as wide, tiles.taken(len(block), width) as tile:
+            near, mean = sought(rows, widened(block, centroids.weight[rows], wide), tile)
+        # all that is left of a row here is its norm: weighed it is the norm or 1
+        left[rows] = near < told * (admitted.norm[rows] * centroids.weight[rows] + away)
+        near_least[rows], mean_least[rows] = np.maximum(near, 0.0), np.maximum(mean, 0.0)
+
+    def sought(rows: slice, block: F64, whole: F64) -> tuple[F64, F64]:
+        at, twice = place[rows], -2.0 * centroids.weight[rows]
+        near, mean = np.full(len(block), np.inf), np.full(len(block), np.inf)
+        inner = np.zeros(len(block))
+        for low in range(0, len(filled), width):
+            part = slice(low, min(low + width, len(filled)))
+            tile = whole.reshape(-1)[: len(block) * (part.stop - low)].reshape(len(block), -1)
+            np.matmul(block, centred[part].T, out=tile)
+            tile *= twice[:, None]
+            tile += base[part]  # the squared distance less |x - p|^2, but for the own column's
+            inside = np.flatnonzero((at >= low) & (at < part.stop))
+            own = inside, at[inside] - low
+            inner[inside] = tile[own]
+            tile[own] = np.inf
+            np.minimum(near, tile.min(axis=1), out=near)
+            tile += spread[filled[part]]
+            np.minimum(mean, tile.min(axis=1), out=mean)
+        inner -= radii.radius2[rows]
+        return near - inner, mean - inner
+
+    # half a block: there is a tile beside it
+    run_side_by_side(measure, csr.blocks(2 * max(width, csr.dim)))
+    return left & admitted.good
 
 
 def _nearest_other(
@@ -462,5 +530,5 @@ def _nearest_other(
         near_least[rows][wanted] = np.maximum(near, 0.0)[wanted]
         mean_least[rows][wanted] = np.maximum(mean, 0.0)[wanted]
 
-    blocks = csr.blocks(max(width, csr.dim))
+    blocks = csr.blocks(2 * max(width, csr.dim))
     run_side_by_side(measure, (rows for rows in blocks if asked[rows].any()))

@@ -19,8 +19,8 @@ from fabric_pipelines.analytics import (
     spectrum,
     two_means,
 )
-from fabric_pipelines.analytics.csr import Csr
-from fabric_pipelines.analytics.pair_tiles import BLOCK_VALUES
+from fabric_pipelines.analytics.csr import BLOCK_VALUES, Csr
+from fabric_pipelines.analytics.pair_tiles import SIDE_VALUES
 from fabric_pipelines.analytics.stacks import HELD_VALUES, STACK_VALUES
 from fabric_pipelines.analytics.sweeps import Cost
 from fabric_pipelines.analytics.threads import workers
@@ -131,16 +131,17 @@ def _workspace(csr: Csr) -> dict[str, int]:
     kept = 8 * min(largest * dim, HELD_VALUES) + 24 * largest
     stack = workers() * (8 * 4 * STACK_VALUES + kept)
     listed = min(neighbours.LOF_NEIGHBOURS, max(0, largest - 1))
-    tile = 8 * 2 * BLOCK_VALUES + stack
+    tile = 8 * 2 * SIDE_VALUES + stack
+    wide = 8 * min(rows * dim, workers() * BLOCK_VALUES)
     return {
-        "P1": 57 * rows,
-        "P2": 8 * rows + 16 * clusters * dim,
-        "P3": 24 * rows,
+        "P1": 57 * rows + wide,
+        "P2": 8 * rows + 16 * clusters * dim + wide,
+        "P3": 24 * rows + wide,
         "P4": 64 * rows,
         "P5": 24 * rows + stack,
         "P6": rows + stack + spectrum.workspace_bytes(largest, dim),
         "P7": 8 * 3 * STACK_VALUES + 16 * clusters * dim,
-        "P8": 80 * rows + 8 * 3 * STACK_VALUES + 16 * clusters * dim,
+        "P8": 80 * rows + 8 * 3 * STACK_VALUES + 16 * clusters * dim + 2 * wide,
         "P9": (12 * listed + 24) * rows + tile,
         "P10": 16 * (neighbours.NEIGHBOURS + 4) * rows,
         "P11": 8 * rows + tile,

@@ -10,10 +10,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
+F64 = np.typing.NDArray[np.float64]
 WORKERS_MAX = 8  # the memory of a piece is needed this often
 SPAN_VALUES = 1 << 18  # of one array of a span of rows, 2 MiB: its next step finds it in the cache
 Piece = TypeVar("Piece")
@@ -76,6 +79,25 @@ def run_side_by_side(work: Callable[[Piece], None], pieces: Iterable[Piece]) -> 
     """The same for work that leaves its answer where no other piece writes."""
     for _ in side_by_side(work, pieces):
         pass
+
+
+class Scratch:
+    """float64 arrays that pieces of work take and give back. A fresh one of 2 MiB costs 15 times what it takes to fill it with rows,
+    where the C library hands it back to the system each time: that hangs on what the process did before."""
+
+    def __init__(self) -> None:
+        self._free: list[F64] = []  # its pop and append are whole between threads
+
+    @contextmanager
+    def taken(self, count: int, width: int) -> Iterator[F64]:
+        """f64 [count, width], with anything in it."""
+        kept = self._free.pop() if self._free else np.empty(0)
+        if kept.size < count * width:
+            kept = np.empty(count * width)
+        try:
+            yield kept[: count * width].reshape(count, width)
+        finally:
+            self._free.append(kept)
 
 
 def over_rows(work: Callable[[slice], None], count: int, width: int = 1) -> None:

@@ -50,14 +50,18 @@ def row_admit(
     return *row_flags(rows, min_norm), row_hash(rows)
 
 
-def row_flags(rows: F32, min_norm: float) -> tuple[F64, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    """[n, d] f32 -> norm2 f64 [n], flag u8 [n].
+def row_flags(
+    rows: F32, min_norm: float, into: F64 | None = None
+) -> tuple[F64, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """[n, d] f32 -> norm2 f64 [n], flag u8 [n]. into f64 [n, d]: overwritten on the way.
 
     A row with a NaN or Inf component keeps whatever its sum gives; its flag says not to use it. `ZERO` is set
     for finite rows whose norm is below `min_norm`, for which a direction is undefined.
     """
-    wide = rows.astype(np.float64)
-    norm2 = np.einsum("ij,ij->i", wide, wide)
+    wide = np.empty(rows.shape) if into is None else into
+    np.copyto(wide, rows)
+    with np.errstate(invalid="ignore"):  # flagged below
+        norm2 = np.vecdot(wide, wide)
     nan, inf = np.zeros((2, len(rows)), dtype=np.bool_)
     broken = np.flatnonzero(~np.isfinite(norm2))  # squares of finite float32 stay finite in float64
     nan[broken] = np.isnan(rows[broken]).any(axis=1)

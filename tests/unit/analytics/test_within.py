@@ -11,7 +11,7 @@ from fabric_pipelines.analytics.csr import Csr, group
 from fabric_pipelines.analytics.health import METRICS, Status
 from fabric_pipelines.analytics.metrics_within import WITHIN
 from fabric_pipelines.analytics.plan import PASSES
-from fabric_pipelines.analytics.threads import ONE_THREAD
+from fabric_pipelines.analytics.threads import ONE_THREAD, Scratch
 from fabric_pipelines.errors import UsageError
 from tests.unit.analytics.edges import store, table, value
 
@@ -88,7 +88,7 @@ def test_stacks_and_blocks_do_not_change_the_answer(
     whole = table(csr, metric)  # type: ignore[arg-type]
     monkeypatch.setattr(stacks, "STACK_VALUES", 200)
     monkeypatch.setattr(pair_tiles, "STACK_VALUES", 200)
-    monkeypatch.setattr(pair_tiles, "BLOCK_VALUES", 130)
+    monkeypatch.setattr(pair_tiles, "SIDE_VALUES", 130)
     for held in (stacks.HELD_VALUES, 300):
         monkeypatch.setattr(stacks, "HELD_VALUES", held)
         again = table(csr, metric)  # type: ignore[arg-type]
@@ -228,3 +228,18 @@ def test_whoever_is_the_last_to_need_one_thread_restores_the_library_for_all() -
         for thread in (first, last):
             thread.submit(ONE_THREAD.__exit__).result()
         assert blas() == before
+
+
+def test_scratch_is_nobody_elses_while_it_is_taken_and_kept_afterwards() -> None:
+    scratch = Scratch()
+    with scratch.taken(3, 5) as one, scratch.taken(2, 5) as other:
+        assert (one.shape, other.shape) == ((3, 5), (2, 5))
+        assert not np.shares_memory(one, other)
+    with scratch.taken(1, 4) as again, scratch.taken(7, 9) as larger:
+        assert np.shares_memory(again, one) or np.shares_memory(again, other)
+        larger[:] = 1.0
+        assert larger.sum() == 63
+    with pytest.raises(ZeroDivisionError), scratch.taken(7, 9) as lost:
+        raise ZeroDivisionError
+    with scratch.taken(7, 9) as found:
+        assert np.shares_memory(found, lost), "a piece that fails keeps nothing"
