@@ -28,6 +28,7 @@ from tests.tiny_models import lease_of
 
 NAME = "qwen2.5-7b-shape-random-weights@transformers-bf16"
 COMPILED = f"{NAME}-compiled"
+ALONE = 16  # rows that are also asked for by themselves
 ROWS, LAYERS, BATCH, BUDGET = 768, (8, 16, 28), 32, 32_768
 MU, SIGMA, LONGEST = 5.731, 0.829, 4096
 # Two a weight of the 28 blocks: q, k, v, out, and the three of the feed-forward. Attention's own products are left out.
@@ -74,6 +75,27 @@ def packed(engine: Any, rows: list[list[int]], budget: int) -> float:
             ended += len(statuses)
     seconds = time.perf_counter() - start
     return sum(len(row) for row in rows) / seconds
+
+
+def states(engine: Any, rows: list[list[int]]) -> np.ndarray:
+    """[rows, layers, width] pooled states of one lease, in the order of the rows."""
+    sampling = {"kind": "hidden", "layers": list(LAYERS), "pooling": "mean"}
+    engine.submit(lease_of(rows, sampling, engine=engine.name))
+    found: dict[int, Any] = {}
+    while len(found) < len(rows):
+        for batch in engine.poll(1.0):
+            found.update({row["task_id"]: row["vector"] for row in batch.to_pylist()})
+    made = np.array([found[number] for number in range(len(rows))], dtype=np.float64)
+    return made.reshape(len(rows), len(LAYERS), -1)
+
+
+def alone_and_among(engine: Any, rows: list[list[int]]) -> dict[str, Any]:
+    """Of rows by themselves and the same among all others, per layer: the greatest |alone - among| / |alone|, bfloat16 both ways."""
+    picked = list(range(0, len(rows), len(rows) // ALONE))[:ALONE]
+    among = states(engine, rows)[picked]
+    alone = np.concatenate([states(engine, [rows[number]]) for number in picked])
+    apart = np.linalg.norm(alone - among, axis=2) / np.linalg.norm(alone, axis=2)
+    return {str(layer): float(apart[:, at].max()) for at, layer in enumerate(LAYERS)}
 
 
 def padded(torch: Any, model: Any, batches: list[list[list[int]]]) -> float:
@@ -207,10 +229,15 @@ def main() -> None:
             for name, way in ways.items():
                 if turn < 2 or "32,768" in name:
                     take(name, way)
-        take("padded, in order, batches of 32", lambda some: library(in_batches(some)))
+        for _ in range(2):
+            take("padded, in order, batches of 32", lambda some: library(in_batches(some)))
         report["kernels"] = {
             "packed": profiled(torch, lambda: packed(engine, rows[:256], BUDGET)),
             "compiled": profiled(torch, lambda: packed(faster, rows[:256], BUDGET)),
+        }
+        report["alone_and_among"] = {
+            "packed": alone_and_among(engine, rows[:256]),
+            "compiled": alone_and_among(faster, rows[:256]),
         }
         keep()
         # what compiling gives the padded ways: blocks of the library's model, shapes open, as ours are

@@ -161,8 +161,10 @@ def traced(engine: VllmEngine, stream: Stream, row: Lever, to: Path) -> dict[str
 
 
 def kernels(trace: Path) -> dict[str, Any]:
-    """Share of the time between two kernels far apart that kernels fill (overlaps once), and what they were."""
+    """Share of the time between two kernels far apart that kernels fill (overlaps once), and what they were; filled_whole: without
+    leaving out its beginning."""
     spans = kernel_spans(read(trace))
+    whole = filled(spans) / (max(ended for _, ended, _ in spans) - spans[0][0])
     # The first steps of a trace are slow on the host: their kernels are looked up by the tracer.
     spans = [span for span in spans if span[0] >= spans[0][0] + SKIPPED_US]
     times: Counter[str] = Counter()
@@ -172,6 +174,7 @@ def kernels(trace: Path) -> dict[str, Any]:
     total = sum(times.values())
     return {
         "kernels": len(spans), "wall_ms": round(wall / 1000, 1), "filled": round(filled(spans) / wall, 4),
+        "filled_whole": round(whole, 4),
         "shares": {name: round(took / total, 4) for name, took in times.most_common(25)},
     }  # fmt: skip
 

@@ -26,11 +26,12 @@ VOCABULARY = (10, 150_000)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Distinct prefixes of `ratio` times the cache, `questions` to each; sides in this order."""
+    """Distinct prefixes of `ratio` times the cache, `questions` to each; sides in this order. cache_tokens: 0 for the session's."""
 
     ratio: float
     questions: int
     sides: Sequence[str]
+    cache_tokens: int = 0
 
 
 def draw(tokens: int, questions: int, seed: int) -> Mix:
@@ -65,19 +66,20 @@ def bound(prompts: Sequence[Any]) -> float:
 
 def measure(
     engine: VllmEngine,
-    rows: Sequence[Row],
+    rows: Sequence[tuple[int, Row]],
     cache_tokens: int,
     home: Path,
     say: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Tells one dictionary a side. The engine is as it was afterwards."""
+    """Tells one dictionary a side; a row's number seeds its mix. The engine is as it was afterwards."""
     plain = engine.profile
     try:
-        for number, row in enumerate(rows):
-            mix = draw(int(row.ratio * cache_tokens), row.questions, seed=number)
+        for number, row in rows:
+            cache = row.cache_tokens or cache_tokens
+            mix = draw(int(row.ratio * cache), row.questions, seed=number)
             limit = round(bound(mix.prompts), 4)
             for turn, way in enumerate(row.sides):
-                left = ask(engine, vllm_inside.cap_cache, cache_tokens // BLOCK)
+                left = ask(engine, vllm_inside.cap_cache, cache // BLOCK)
                 engine.profile = replace(plain, kv_cache_tokens=left * BLOCK)
                 side = (
                     run_direct(engine, mix)

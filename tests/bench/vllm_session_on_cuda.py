@@ -46,8 +46,10 @@ EDGES = 0.94  # of the steady rate, over a run with its beginning and its drain
 WORTH = 1.01  # running further ahead costs a little: it is taken for more than this
 PREFIX_ROWS = (
     Row(0.5, 24, ("arrival", "broker", "broker", "arrival")),
-    Row(2.0, 8, ("arrival", "broker")),
-    Row(5.0, 5, ("arrival", "broker")),
+    Row(2.0, 8, ("arrival", "broker", "broker", "arrival")),
+    Row(5.0, 5, ("arrival", "broker", "broker", "arrival")),
+    # all fits: 400,000 tokens of documents, and 512 running sequences add some 120 of their own each
+    Row(0.5, 8, ("arrival", "broker", "broker", "arrival"), cache_tokens=800_000),
 )
 
 
@@ -88,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--cache-tokens", type=int, default=80_000)
     parser.add_argument("--parts", default="client,levers,landed,soak,prefixes")
+    parser.add_argument("--prefix-rows", default="0,1,2,3", help="of PREFIX_ROWS")
     given = parser.parse_args(argv)
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -160,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def prefixes() -> None:
             use(engine, given.prefix_sequences, step_tokens)
-            prefixes_on_cuda.measure(engine, PREFIX_ROWS, given.cache_tokens, home, say)
+            rows = [
+                (number, PREFIX_ROWS[number]) for number in map(int, given.prefix_rows.split(","))
+            ]
+            prefixes_on_cuda.measure(engine, rows, given.cache_tokens, home, say)
 
         def products() -> None:
             for row in fp8_products_on_cuda.measure():
