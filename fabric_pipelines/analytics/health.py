@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fabric_pipelines.analytics import passes, plan
+from fabric_pipelines.analytics import passes, plan, summed
 from fabric_pipelines.analytics.csr import F32, I64, Bool, Csr
 from fabric_pipelines.analytics.gauss_sums import gauss
 from fabric_pipelines.analytics.invariants import contradictions
@@ -163,17 +163,33 @@ def measure(
     if reference is not None:
         reference.require_fits(csr.clusters, csr.dim)
     with timed() as opening:
-        sweeps = _sweeps(backend, csr)
+        names = {spec.name for spec in asked}
+        together = names <= summed.READ and any(spec.pass_name == "P8" for spec in asked)
+        sweeps = _sweeps(backend, csr, workspace_bytes if together else 0)
     try:
-        drawn = plan.draw(
-            csr,
-            wanted={spec.pass_name for spec in asked},
-            budget_flop=budget_flop,
-            workspace_bytes=workspace_bytes,
-            costs=sweeps.costs,
-        )
         seconds = {"open": opening["seconds"]}
-        return _measure(csr, sweeps, metric, reference, min_norm, drawn, asked, seconds)
+
+        def draw() -> Plan:
+            return plan.draw(
+                csr,
+                wanted={spec.pass_name for spec in asked},
+                budget_flop=budget_flop,
+                workspace_bytes=workspace_bytes,
+                costs=sweeps.costs,
+            )
+
+        drawn = draw()
+        facts = None
+        if together and "P8" in drawn.allowed:
+            facts = _at_once(csr, sweeps, metric == "cosine", reference, min_norm, seconds)
+            if facts is None and backend != "cpu":
+                drawn = draw()  # row by row it costs something else
+        if facts is None:
+            hashed = "P4" in drawn.allowed or CHECKSUM in names
+            facts = _run(
+                csr, sweeps, metric == "cosine", reference, min_norm, hashed, drawn, seconds
+            )
+        return _table(csr, sweeps, metric, facts, drawn, asked, seconds)
     finally:
         sweeps.close()
 
@@ -185,29 +201,45 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
     return [spec for name, spec in METRICS.items() if only is None or name in only]
 
 
-def _sweeps(backend: str, csr: Csr) -> Sweeps:
+def _at_once(
+    csr: Csr,
+    sweeps: Sweeps,
+    cosine: bool,
+    reference: Reference | None,
+    min_norm: float,
+    seconds: dict[str, float],
+) -> Facts | None:
+    """Four passes without a number a row on the host; their time stands under the last of them."""
+    with timed() as time:
+        found = sweeps.summed(min_norm, cosine=cosine)
+        facts = None
+        if found is not None:
+            facts = summed.facts(csr, found, cosine=cosine, reference=reference)
+    if facts is not None:
+        seconds.update({**dict.fromkeys(summed.PASSES, 0.0), "P8": time["seconds"]})
+    return facts
+
+
+def _sweeps(backend: str, csr: Csr, at_once_bytes: int) -> Sweeps:
     if backend == "cpu":
         return CpuSweeps(csr)
     if backend == "cuda":
         # here and not above: the CPU path must not need CuPy, not even to be looked for
         from fabric_pipelines.analytics.kernels import CudaSweeps
 
-        return CudaSweeps(csr)
+        return CudaSweeps(csr, at_once_bytes=at_once_bytes)
     raise UsageError(f"backend {backend!r} is unknown; it must be 'cpu' or 'cuda'")
 
 
-def _measure(
+def _table(
     csr: Csr,
     sweeps: Sweeps,
     metric: Metric,
-    reference: Reference | None,
-    min_norm: float,
+    facts: Facts,
     drawn: Plan,
     asked: Sequence[MetricSpec],
     seconds: dict[str, float],
 ) -> HealthTable:
-    hashed = "P4" in drawn.allowed or any(spec.name == CHECKSUM for spec in asked)
-    facts = _run(csr, sweeps, metric == "cosine", reference, min_norm, hashed, drawn, seconds)
     disagreements = contradictions(facts)
     broken = np.zeros(csr.clusters, dtype=np.bool_)
     for clusters in disagreements.values():

@@ -27,10 +27,10 @@ def contradictions(facts: Facts) -> dict[str, I64]:
 
 
 def _checks(facts: Facts) -> Iterator[tuple[str, Bool]]:
-    mean, within = facts.centroids.mean, facts.radii.within
+    within = facts.radii.within
     # sum of |x|^2 = W + n |mean|^2; in a cosine store the sum is n
     seen = facts.size if facts.cosine else facts.admission.norm2_sum
-    rebuilt: F64 = within + facts.size * np.einsum("kd,kd->k", mean, mean)
+    rebuilt: F64 = within + facts.size * facts.centroids.length2
     yield "P1 and P2, P3", _differ(seen, rebuilt)
     spread = ~facts.no_spread & (facts.admission.size > 1)
     if facts.spectrum is not None:

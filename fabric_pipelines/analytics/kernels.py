@@ -6,7 +6,7 @@ The bits of a result do not depend on the grid, which `blocks` sets by hand only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +15,30 @@ import numpy.typing as npt
 
 from fabric_pipelines.analytics import card_plan, card_tiles
 from fabric_pipelines.analytics import kernels_moments as moments
-from fabric_pipelines.analytics.card_plan import (
-    MOVE_ROWS,
-    REDUCE_ROWS,
-    RUN_ROWS,
-    SLAB,
-    window_width,
-)
+from fabric_pipelines.analytics.card_plan import MOVE_ROWS, REDUCE_ROWS, SLAB, window_width
+from fabric_pipelines.analytics.card_points import CardPoints
 from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr, segment_sum
+from fabric_pipelines.analytics.kernels_rows import WARP, lanes_for, variant
+from fabric_pipelines.analytics.kernels_rows import csr_centroid as csr_centroid
+from fabric_pipelines.analytics.kernels_rows import csr_radius as csr_radius
+from fabric_pipelines.analytics.kernels_rows import csr_reduce as csr_reduce
+from fabric_pipelines.analytics.kernels_rows import csr_words as csr_words
+from fabric_pipelines.analytics.kernels_rows import row_admit as row_admit
+from fabric_pipelines.analytics.kernels_rows import row_admit_into as row_admit_into
 from fabric_pipelines.analytics.reference.flat_select import SLOTS
 from fabric_pipelines.analytics.reference.two_means import ROUNDS_MAX
 from fabric_pipelines.analytics.search import Metric
 from fabric_pipelines.analytics.stacks import Members
 from fabric_pipelines.analytics.sweeps import (
     Admitted,
+    Cost,
     CpuSweeps,
     Linked,
     Nearest,
     Parted,
     Pulled,
     Spectra,
+    Summed,
 )
 from fabric_pipelines.analytics.threads import over_rows
 from fabric_pipelines.device.card import Card, DeviceArray
@@ -42,179 +46,7 @@ from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
 
 SHARES_MAX = 4  # kShares of csr_select.cu
-WARP = 32
 OPTIONAL = ("P6",)  # stays with the CPU where the card has no room for it
-
-
-def lanes_for(dim: int) -> int:
-    """Lanes that share a row: four loads of 16 bytes a lane, up to the 8 lanes that fill a 128-byte line;
-    the whole warp when rows are long."""
-    for lanes in (1, 2, 4):
-        if dim <= 16 * lanes:
-            return lanes
-    return 8 if dim <= 1024 else WARP
-
-
-def _variant(gpu: Card, rows: DeviceArray) -> str:
-    """16-byte loads need every row to start on a 16-byte border."""
-    aligned = rows.shape[1] % 4 == 0 and gpu.offset_of(rows) % 16 == 0
-    return "wide" if aligned else "any"
-
-
-def row_admit(
-    gpu: Card, rows: DeviceArray, min_norm: float, *, blocks: int | None = None
-) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """rows f32 [N, d] -> norm2 f64 [N], flag u8 [N], hash u64 [N, 2]. Twin: reference.row_admit."""
-    count = len(rows)
-    norm2, flag = gpu.empty(count, np.float64), gpu.empty(count, np.uint8)
-    row_hash = gpu.empty((count, 2), np.uint64)
-    if count:
-        row_admit_into(gpu, rows, min_norm, (norm2, flag, row_hash), blocks=blocks)
-    return norm2, flag, row_hash
-
-
-def row_admit_into(
-    gpu: Card,
-    rows: DeviceArray,
-    min_norm: float,
-    out: tuple[DeviceArray, DeviceArray, DeviceArray],
-    *,
-    blocks: int | None = None,
-) -> None:
-    """row_admit into arrays that exist: the launch alone."""
-    count, dim = rows.shape
-    lanes = lanes_for(dim)
-    gpu.launch(
-        "row_admit",
-        f"row_admit_{_variant(gpu, rows)}_{lanes}",
-        blocks or gpu.blocks_for(-(-count * lanes // WARP)),
-        (rows, count, dim, float(min_norm * min_norm), *out),
-    )
-
-
-def csr_centroid(
-    gpu: Card,
-    rows: DeviceArray,
-    weight: DeviceArray,
-    indptr: DeviceArray,
-    *,
-    blocks: int | None = None,
-    window_bytes: int | None = None,
-) -> DeviceArray:
-    """rows f32 [N, d], weight f64 [N], indptr i64 [K+1] -> sums f64 [K, d]. Twin: reference.csr_centroid.
-
-    Partial sums are held for a window of dimensions at a time, so that they never outgrow `window_bytes`
-    unless 128 dimensions alone do.
-    """
-    (count, dim), clusters = rows.shape, len(indptr) - 1
-    total = gpu.empty((clusters, dim), np.float64)
-    if clusters == 0:
-        return total
-    runs = -(-count // RUN_ROWS)
-    slots = runs + clusters
-    width = window_width(slots, dim, window_bytes)
-    partial = gpu.empty(slots * width, np.float64)
-    for low in range(0, dim, width):
-        wide = min(width, dim - low)
-        if count:
-            gpu.launch(
-                "csr_centroid",
-                f"csr_centroid_{_variant(gpu, rows)}",
-                blocks or gpu.blocks_for(runs * -(-wide // SLAB)),
-                (rows, weight, indptr, count, dim, clusters, low, wide, partial),
-            )
-        gpu.launch(
-            "csr_centroid",
-            "csr_centroid_fold",
-            blocks or gpu.blocks_for(-(-clusters * wide // WARP)),
-            (partial, indptr, dim, clusters, low, wide, total),
-        )
-    return total
-
-
-def csr_radius(
-    gpu: Card,
-    rows: DeviceArray,
-    weight: DeviceArray,
-    indptr: DeviceArray,
-    centroid: DeviceArray,
-    *,
-    blocks: int | None = None,
-) -> DeviceArray:
-    """rows f32 [N, d], weight f64 [N], indptr i64 [K+1], centroid f64 [K, d] -> squared radius f64 [N].
-    Twin: reference.csr_radius."""
-    (count, dim), clusters = rows.shape, len(indptr) - 1
-    radius2 = gpu.empty(count, np.float64)
-    if count:
-        gpu.launch(
-            "csr_radius",
-            f"csr_radius_{_variant(gpu, rows)}_{lanes_for(dim)}",
-            blocks or gpu.blocks_for(-(-count // 64)),
-            (rows, weight, indptr, centroid, count, dim, clusters, radius2),
-        )
-    return radius2
-
-
-def csr_reduce(
-    gpu: Card,
-    value: DeviceArray,
-    flag: DeviceArray,
-    ids: DeviceArray,
-    indptr: DeviceArray,
-    *,
-    blocks: int | None = None,
-) -> tuple[DeviceArray, DeviceArray]:
-    """value f64 [N], flag u8 [N] (0 counts), ids i64 [N], indptr i64 [K+1] -> real f64 [K, 4]: sum, m2, least, most;
-    whole i64 [K, 2]: count, id of the least. Twin: reference.csr_reduce."""
-    count, clusters = len(value), len(indptr) - 1
-    runs = -(-count // REDUCE_ROWS)
-    real, whole = (gpu.empty((clusters, 4), np.float64), gpu.empty((clusters, 2), np.int64))
-    if clusters == 0:
-        return real, whole
-    partial = (
-        gpu.empty((runs + clusters, 4), np.float64),
-        gpu.empty((runs + clusters, 2), np.int64),
-    )
-    if count:
-        gpu.launch(
-            "csr_reduce",
-            "csr_reduce_moments",
-            blocks or gpu.blocks_for(runs),
-            (value, flag, ids, indptr, count, clusters, *partial),
-        )
-    gpu.launch(
-        "csr_reduce",
-        "csr_reduce_fold",
-        blocks or gpu.blocks_for(clusters),
-        (*partial, indptr, clusters, real, whole),
-    )
-    return real, whole
-
-
-def csr_words(
-    gpu: Card, word: DeviceArray, indptr: DeviceArray, *, blocks: int | None = None
-) -> DeviceArray:
-    """word u64 [N], indptr i64 [K+1] -> u64 [K, 2]: sum modulo 2^64, xor. Twin: reference.csr_reduce.csr_words."""
-    count, clusters = len(word), len(indptr) - 1
-    runs = -(-count // REDUCE_ROWS)
-    total = gpu.empty((clusters, 2), np.uint64)
-    if clusters == 0:
-        return total
-    partial = gpu.empty((runs + clusters, 2), np.uint64)
-    if count:
-        gpu.launch(
-            "csr_reduce",
-            "csr_reduce_words",
-            blocks or gpu.blocks_for(runs),
-            (word, indptr, count, clusters, partial),
-        )
-    gpu.launch(
-        "csr_reduce",
-        "csr_reduce_words_fold",
-        blocks or gpu.blocks_for(clusters),
-        (partial, indptr, clusters, total),
-    )
-    return total
 
 
 def csr_quantiles(
@@ -361,7 +193,7 @@ def two_means(
     moves = gpu.empty(slots, np.uint64)
     width = window_width(slots, dim, window_bytes)
     partial = gpu.empty(slots * width, np.float64)
-    kind, shape = _variant(gpu, rows), (count, dim, clusters)
+    kind, shape = variant(gpu, rows), (count, dim, clusters)
 
     def queue(name: str, warps: int, *arguments: DeviceArray | int) -> None:
         gpu.launch("two_means", f"two_means_{name}", blocks or gpu.blocks_for(warps), arguments)
@@ -465,31 +297,59 @@ class CudaSweeps(CpuSweeps):
     name = "cuda"
     swept = frozenset({"open", "P1", "P2", "P3", "P4", "P5", "P6", "P10", "P12"})
 
-    def __init__(self, csr: Csr, ordinal: int = 0) -> None:
+    def __init__(self, csr: Csr, ordinal: int = 0, *, at_once_bytes: int = 0) -> None:
+        """at_once_bytes: what P1, P2, P3 and P8 together may hold beyond the rows, card and host, where nothing of a row is wanted
+        (`summed`); 0 where it is."""
         super().__init__(csr)
         self._gpu = Gpu(ordinal)
+        self._points: CardPoints | None = None
+        self._rows: DeviceArray
+        self._indptr: DeviceArray
+        self._ids: DeviceArray
         planned = card_plan.costs(csr)
-        needed = [cost for name, cost in planned.items() if name in self.swept - set(OPTIONAL)]
         try:
-            self._gpu.require_memory(
-                card_plan.opening_bytes(csr) + max(cost.card_bytes for cost in needed),
-                f"measuring {len(csr.rows):,} rows of {csr.dim}",
-                "measure fewer clusters at a time, or use the cpu backend",
-            )
-            self._rows: DeviceArray = self._gpu.upload(csr.rows)
-            self._indptr: DeviceArray = self._gpu.upload(csr.indptr)
-            self._ids: DeviceArray = self._gpu.upload(csr.ids)
+            if at_once_bytes:
+                self._points = CardPoints.open(self._gpu, csr, at_once_bytes)
+            if self._points is None:
+                self._upload(csr, planned)
+            else:
+                self._rows, self._ids = self._points.rows, self._points.ids
+                self._indptr = self._points.indptr
             free = self._gpu.memory().free_bytes
             if max(planned[name].card_bytes for name in card_tiles.PASSES) <= free:
                 self.tiles = card_tiles.CardTiles(self._gpu, self._rows, csr)
         except DeviceRefused:
-            self._gpu.close()
+            self.close()
             raise
         self._spectra_fit = planned["P6"].card_bytes <= free
         if not self._spectra_fit:
             self.swept = self.swept - {"P6"}
         taken = self.swept | set(card_tiles.PASSES if self.tiles is not None else ())
         self.costs = {name: cost for name, cost in planned.items() if name in taken}
+        self._costs_by_row = self.costs
+        if self._points is not None:
+            self.costs = {**self.costs, "P8": self._points.cost}
+
+    def _upload(self, csr: Csr, planned: Mapping[str, Cost]) -> None:
+        needed = [cost for name, cost in planned.items() if name in self.swept - set(OPTIONAL)]
+        self._gpu.require_memory(
+            card_plan.opening_bytes(csr) + max(cost.card_bytes for cost in needed),
+            f"measuring {len(csr.rows):,} rows of {csr.dim}",
+            "measure fewer clusters at a time, or use the cpu backend",
+        )
+        self._rows = self._gpu.upload(csr.rows)
+        self._indptr = self._gpu.upload(csr.indptr)
+        self._ids = self._gpu.upload(csr.ids)
+
+    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+        found = None if self._points is None else self._points.summed(min_norm, cosine=cosine)
+        if found is None:
+            self.costs = self._costs_by_row
+        else:
+            self.swept = self.swept | {
+                "P8"
+            }  # even where there is no room for tiles and what they leave
+        return found
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """The kernel hashes on its way through the row, asked or not; what nobody reads stays there."""
@@ -606,3 +466,6 @@ class CudaSweeps(CpuSweeps):
     def close(self) -> None:
         self._rows = self._indptr = self._ids = self.tiles = None
         self._gpu.close()
+        points, self._points = self._points, None
+        if points is not None:
+            points.close()

@@ -119,16 +119,33 @@ def tile_rows(
     dim = rows.shape[1]
     pitch, count = pitch_of(dim), len(place)
     out, norm2 = gpu.empty((count, pitch), np.float32), gpu.empty(count, np.float32)
-    indptr = _send(gpu, bounds)
+    tiles = TileRows(out, norm2, _send(gpu, bounds), bounds, dim)
     if count:
-        gpu.launch(
-            "pair_tile",
-            "pair_tile_rows",
-            blocks or gpu.blocks_for(count),
-            (rows, weight, _send(gpu, place), indptr, _send(gpu, centre), count, len(bounds) - 1,
-             dim, pitch, out, norm2),
-        )  # fmt: skip
-    return TileRows(out, norm2, indptr, bounds, dim)
+        tile_rows_into(
+            gpu, rows, weight, _send(gpu, place), _send(gpu, centre), tiles, blocks=blocks
+        )
+    return tiles
+
+
+def tile_rows_into(
+    gpu: Card,
+    rows: DeviceArray,
+    weight: DeviceArray,
+    place: DeviceArray,
+    centre: DeviceArray,
+    out: TileRows,
+    *,
+    blocks: int | None = None,
+) -> None:
+    """tile_rows into arrays that exist, from arrays on the card: the launch alone."""
+    count, pitch = out.rows.shape
+    gpu.launch(
+        "pair_tile",
+        "pair_tile_rows",
+        blocks or gpu.blocks_for(count),
+        (rows, weight, place, out.indptr, centre, count, len(out.bounds) - 1, out.dim, pitch,
+         out.rows, out.norm2),
+    )  # fmt: skip
 
 
 def pair_tile(
@@ -191,7 +208,7 @@ def centre_points(
 ) -> CentrePoints:
     """rows and centres less the same point; own i64 [n]: number of a row's centre; spread = W / n and size f64 [m]. Twin:
     reference.centre_tile.centre_points."""
-    count, listed = len(rows.rows), len(centres.rows)
+    count = len(rows.rows)
     out = CentrePoints(
         gpu.empty(count, np.float32),
         gpu.empty(count, np.uint64),
@@ -199,16 +216,32 @@ def centre_points(
         gpu.empty(count, np.float64),
     )
     if count:
-        chosen = side or _side_for(gpu, count)
-        items = -(-count // chosen)
-        gpu.launch(
-            "centre_tile",
-            f"centre_tile_points_{_mode(rows.dim)}{chosen}",
-            blocks or gpu.blocks_for(_warps(chosen, items)),
-            (rows.rows, rows.norm2, centres.rows, centres.norm2, own, spread, size, count, listed,
-             rows.rows.shape[1], *out),
-        )  # fmt: skip
+        centre_points_into(gpu, rows, centres, own, spread, size, out, blocks=blocks, side=side)
     return out
+
+
+def centre_points_into(
+    gpu: Card,
+    rows: TileRows,
+    centres: TileRows,
+    own: DeviceArray,
+    spread: DeviceArray,
+    size: DeviceArray,
+    out: CentrePoints,
+    *,
+    blocks: int | None = None,
+    side: int | None = None,
+) -> None:
+    """centre_points of one row or more into arrays that exist: the launch alone."""
+    count, listed = len(rows.rows), len(centres.rows)
+    chosen = side or _side_for(gpu, count)
+    gpu.launch(
+        "centre_tile",
+        f"centre_tile_points_{_mode(rows.dim)}{chosen}",
+        blocks or gpu.blocks_for(_warps(chosen, -(-count // chosen))),
+        (rows.rows, rows.norm2, centres.rows, centres.norm2, own, spread, size, count, listed,
+         rows.rows.shape[1], *out),
+    )  # fmt: skip
 
 
 def centre_partners(

@@ -67,11 +67,12 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Centroids:
-    """P2. weight f64 [N] (0 = left out), mean [K, d] of the rows as stored, resultant = |mean direction|."""
+    """P2. weight f64 [N] (0 = left out), mean [K, d] of the rows as stored, resultant = |mean direction|, length2 = |mean|^2."""
 
     weight: F64
     mean: F64
     resultant: F64
+    length2: F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +166,15 @@ def centroid(csr: Csr, sweeps: Sweeps, admitted: Admission, *, cosine: bool) -> 
     direction = _per_row(sweeps.centroid(inverse), admitted.size)
     resultant = np.sqrt(np.einsum("kd,kd->k", direction, direction))
     if cosine:
-        return Centroids(inverse, direction, resultant)
+        return Centroids(inverse, direction, resultant, _length2(direction))
     weight = admitted.good.astype(np.float64)
-    return Centroids(weight, _per_row(sweeps.centroid(weight), admitted.size), resultant)
+    mean = _per_row(sweeps.centroid(weight), admitted.size)
+    return Centroids(weight, mean, resultant, _length2(mean))
+
+
+def _length2(rows: F64) -> F64:
+    length2: F64 = np.einsum("kd,kd->k", rows, rows)
+    return length2
 
 
 def radius(csr: Csr, sweeps: Sweeps, admitted: Admission, centroids: Centroids) -> Radii:

@@ -49,7 +49,7 @@ PASSES: Mapping[str, Pass] = {
         Pass("P5", "robust centre", ("P3",), ("F4", "F3")),
         Pass("P6", "spectrum", ("P2",), ("F6", "F7")),
         Pass("P7", "centroid pairs", ("P3",), ("F8",)),
-        Pass("P8", "point to centroid", ("P3",), ("F8", "F5")),
+        Pass("P8", "point to centroid", ("P3",), ("F8", "F5", "F13")),
         Pass("P9", "pairs", ("P4",), ("F9", "F5")),
         Pass("P10", "graph", ("P9",), ("F10",)),
         Pass("P11", "kernel sums", ("P9",), ("F11",)),
@@ -87,7 +87,8 @@ def draw(
     costs = costs or {}
     flop, needed, beside = _flop(csr), _workspace(csr), _beside_card(csr)
     for name, cost in costs.items():
-        needed[name] = beside[name] + cost.card_bytes
+        here = beside[name] if cost.host_bytes is None else cost.host_bytes
+        needed[name] = here + cost.card_bytes
         flop[name] = flop[name] if cost.flop is None else cost.flop
     asked = set(wanted)
     for name, each in reversed(list(PASSES.items())):

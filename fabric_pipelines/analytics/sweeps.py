@@ -94,11 +94,40 @@ class Spectra(NamedTuple):
     upper: Bool
 
 
+class Summed(NamedTuple):
+    """P1, P2, P3 and P8 per cluster, f64 or int64 [K]: size, good rows; nan, inf and zero, bad ones; norm and norm2, sums of norms and
+    of their squares; length2 of the mean; radius and within, sums of distances to it and of their squares; least of these distances
+    (inf of none) and the id that has it (-1); silhouette, a sum; negative, narrow, misassigned and error as in passes.Points."""
+
+    size: I64
+    nan: I64
+    inf: I64
+    zero: I64
+    norm: F64
+    norm2: F64
+    length2: F64
+    radius: F64
+    within: F64
+    least: F64
+    least_id: I64
+    silhouette: F64
+    negative: I64
+    narrow: I64
+    misassigned: I64
+    error: F64
+
+
 class Cost(NamedTuple):
-    """Of a pass on a device: bytes held there at most beyond the rows; flop, None where it is the CPU's."""
+    """Of a pass on a device: bytes held there at most beyond the rows; flop and bytes held on the host, None where they are those of
+    plan.py."""
 
     card_bytes: int
     flop: float | None = None
+    host_bytes: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.card_bytes + (self.host_bytes or 0)
 
 
 class Sweeps(Protocol):
@@ -108,6 +137,9 @@ class Sweeps(Protocol):
     swept: frozenset[str]  # passes that run where `name` says, and "open"
     tiles: Tiles | None  # None: the CPU's own, in float64
     costs: Mapping[str, Cost]  # of the passes that it takes over, tiles among them
+
+    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+        """P1, P2, P3 and P8 at once, where they were asked for so when the sweeps were made and no row has to be looked at."""
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         """Without `hashed` the hashes may be anything: nobody reads them."""
@@ -170,6 +202,9 @@ class CpuSweeps:
 
     def __init__(self, csr: Csr) -> None:
         self._csr, self._scratch = csr, Scratch()
+
+    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+        return None
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
         count = len(self._csr.rows)

@@ -24,6 +24,15 @@ class Memory:
     total_bytes: int
 
 
+@dataclass(slots=True)
+class Lent:
+    """One block of bytes of a card, kept for the next who needs as much. made: what its last user laid out in it, which goes
+    when it goes; its bytes mean nothing."""
+
+    block: DeviceArray
+    made: Any = None
+
+
 class Channel(Protocol):
     """Pinned buffers of one size and one stream of copies. Each buffer is reused only after `wait`."""
 
@@ -58,6 +67,12 @@ class Card(Protocol):
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """Uninitialised memory. DeviceRefused when there is not enough."""
+
+    def lend(self, size: int) -> Lent:
+        """A block of `size` bytes or more, the last one that was taken back if it is large enough. DeviceRefused as `empty`."""
+
+    def take_back(self, lent: Lent) -> None:
+        """Nothing queued uses it any more. It is kept up to a bound, and until memory runs short."""
 
     def trim(self) -> None:
         """What is no longer used goes back to the device now."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.device.card import Bytes, DeviceArray, Memory
+from fabric_pipelines.device.card import Bytes, DeviceArray, Lent, Memory
 from fabric_pipelines.device.cubins import architecture_for, image, read_manifest
 from fabric_pipelines.errors import DeviceRefused, MissingDependency
 
@@ -37,8 +37,14 @@ MATRIX_MODES = {
 }
 # Cubins stay loaded for the life of the process, by card and family: to read, hash and load the six that a silhouette takes
 # cost every measurement 30 ms and more, of which the manifest is 5 ms each.
-_LOADED: dict[tuple[int, str], Any] = {}
+_LOADED: dict[tuple[int, str], _Module] = {}
 _LOADING = threading.Lock()
+# Streams of cards that were closed, for the next ones: to make and destroy one is a driver call each.
+_STREAMS: dict[int, list[Any]] = {}
+# The block that was last taken back, by card, of at most that share of its memory: to take memory from the driver and give it back
+# makes the card wait for all that runs on it.
+_KEPT: dict[int, Lent] = {}
+KEPT_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,14 @@ class Gpu:
         self._functions: dict[tuple[str, str], Any] = {}
         self.launches: Counter[str] = Counter()  # by symbol, since the card was opened
         self.identity = self._identify(ordinal)
-        with self._device:
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._open = True
+        with _LOADING:
+            idle = _STREAMS.setdefault(ordinal, [])
+            stream = idle.pop() if idle else None
+        if stream is None:
+            with self._device:
+                stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._stream = stream
 
     def __enter__(self) -> Gpu:
         return self
@@ -119,11 +131,15 @@ class Gpu:
         self.close()
 
     def close(self) -> None:
-        """Wait for the stream and hand cached memory back to the card."""
+        """Wait for the stream and hand cached memory back to the card, but for the block that is kept to be lent. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
         with self._device:
             self._stream.synchronize()
             self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
-        self._functions.clear()
+        with _LOADING:
+            _STREAMS[self.identity.ordinal].append(self._stream)
 
     def _identify(self, ordinal: int) -> DeviceIdentity:
         runtime = self._cupy.cuda.runtime
@@ -149,10 +165,12 @@ class Gpu:
         return str(self._device.pci_bus_id)
 
     def memory(self) -> Memory:
-        """As the driver sees it now, so blocks cached by CuPy's pool count as taken."""
+        """As the driver sees it now, so blocks cached by CuPy's pool count as taken; the one kept to be lent does not, since it goes
+        back before anybody is refused."""
         with self._device:
             free, total = self._cupy.cuda.runtime.memGetInfo()
-        return Memory(int(free), int(total))
+        kept = _KEPT.get(self.identity.ordinal)
+        return Memory(int(free) + (0 if kept is None else int(kept.block.nbytes)), int(total))
 
     def require_memory(self, size: int, what: str, remedy: str) -> None:
         free = self.memory().free_bytes
@@ -160,14 +178,47 @@ class Gpu:
             raise too_little(size, free, what, self.name, remedy)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
-        """Uninitialised memory of the card. Raises DeviceRefused when there is not enough."""
+        """Uninitialised memory of the card. Raises DeviceRefused when there is not enough, what was kept to be lent given up."""
         try:
             with self._device, self._stream:
                 return self._cupy.empty(shape, dtype=dtype)
         except self._cupy.cuda.memory.OutOfMemoryError as fault:
+            if self._give_up_kept():
+                return self.empty(shape, dtype)
             raise DeviceRefused(
                 f"{self.identity.name} has no room for an array of shape {shape}: {fault}"
             ) from fault
+
+    def lend(self, size: int) -> Lent:
+        with _LOADING:
+            kept = _KEPT.pop(self.identity.ordinal, None)
+        if kept is not None and kept.block.nbytes >= size:
+            return kept
+        if kept is not None:  # its memory may be needed for the larger one
+            self._give_up(kept)
+        return Lent(self.empty(size, np.uint8))
+
+    def take_back(self, lent: Lent) -> None:
+        before: Lent | None = lent
+        if lent.block.nbytes <= KEPT_SHARE * self.identity.memory_bytes:
+            with _LOADING:
+                before = _KEPT.get(self.identity.ordinal)
+                _KEPT[self.identity.ordinal] = lent
+        if before is not None:
+            self._give_up(before)
+
+    def _give_up(self, lent: Lent) -> None:
+        lent.block = lent.made = None
+        with self._device:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def _give_up_kept(self) -> bool:
+        """Whether there was some."""
+        with _LOADING:
+            kept = _KEPT.pop(self.identity.ordinal, None)
+        if kept is not None:
+            self._give_up(kept)
+        return kept is not None
 
     def pool_bytes(self) -> int:
         """What arrays of this process hold on the card, cached blocks left out."""
@@ -175,8 +226,9 @@ class Gpu:
             return int(self._cupy.get_default_memory_pool().used_bytes())
 
     def trim(self) -> None:
+        self.synchronize()
+        self._give_up_kept()
         with self._device:
-            self._stream.synchronize()
             self._cupy.get_default_memory_pool().free_all_blocks()
             self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
@@ -290,19 +342,34 @@ class Gpu:
 
     def _function(self, family: str, symbol: str) -> Any:
         key = (family, symbol)
-        if key not in self._functions:
+        found = self._functions.get(key)
+        if found is None:
             with self._device:
-                self._functions[key] = self._module(family).get_function(symbol)
-        return self._functions[key]
+                found = self._functions[key] = self._module(family).function(symbol)
+        return found
 
-    def _module(self, family: str) -> Any:
+    def _module(self, family: str) -> _Module:
         place = (self.identity.ordinal, family)
         with _LOADING:
             if place not in _LOADED:
                 module = self._cupy.cuda.function.Module()
                 module.load(image(family, self.identity.compute_capability))
-                _LOADED[place] = module
+                _LOADED[place] = _Module(module)
             return _LOADED[place]
+
+
+class _Module:
+    """A loaded family and the functions that were asked for."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._functions: dict[str, Any] = {}
+
+    def function(self, symbol: str) -> Any:
+        found = self._functions.get(symbol)
+        if found is None:
+            found = self._functions[symbol] = self._module.get_function(symbol)
+        return found
 
 
 class GpuChannel:

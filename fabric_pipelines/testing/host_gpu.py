@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric_pipelines.device.card import DeviceArray, Memory
+from fabric_pipelines.device.card import DeviceArray, Lent, Memory
 from fabric_pipelines.device.gpu import THREADS
 from fabric_pipelines.errors import CheckFailed, DeviceRefused, MissingDependency
 
@@ -133,6 +133,7 @@ class HostGpu:
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._races = races
         self._pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
+        self._kept: Lent | None = None
         self.launches: Counter[str] = Counter()
 
     def memory(self) -> Memory:
@@ -157,8 +158,20 @@ class HostGpu:
         self._pages[pages.address] = pages
         return np.asarray(pages).view(kind).reshape(shape)
 
+    def lend(self, size: int) -> Lent:
+        """Every byte 0xff again, as of `empty`."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.block.nbytes < size:
+            return Lent(self.empty(size, np.uint8))
+        kept.block[...] = 0xFF
+        return kept
+
+    def take_back(self, lent: Lent) -> None:
+        self._kept = lent
+
     def trim(self) -> None:
-        """Memory went back with its last reference."""
+        """Memory went back with its last reference, but for what is kept to be lent."""
+        self._kept = None
 
     def upload(self, host: npt.NDArray[Any]) -> DeviceArray:
         target = self.empty(host.shape, host.dtype)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fabric_pipelines.analytics.reference import flat_select
 from fabric_pipelines.analytics.reference.row_admit import row_admit
-from fabric_pipelines.device.card import Bytes, DeviceArray, Memory
+from fabric_pipelines.device.card import Bytes, DeviceArray, Lent, Memory
 from fabric_pipelines.device.gpu import too_little
 from fabric_pipelines.errors import DeviceRefused
 
@@ -73,6 +73,13 @@ class StandInCard:
             self.peak_bytes = max(self.peak_bytes, self._taken)
         weakref.finalize(array, self._give_back, size)
         return array
+
+    def lend(self, size: int) -> Lent:
+        """Nothing is kept here: nobody who borrows runs on this card."""
+        return Lent(self.empty(size, np.uint8))
+
+    def take_back(self, lent: Lent) -> None:
+        """It goes with its last reference."""
 
     def trim(self) -> None:
         """Memory went back with its last reference."""

@@ -19,6 +19,7 @@ from tests.gpu import (
     test_gauss_tile,
     test_knn_graph,
     test_pair_tile,
+    test_point_score,
     test_spectrum,
     test_two_means,
 )
@@ -71,6 +72,9 @@ WORK: dict[str, Callable[[HostGpu], object]] = {
         test_centre_tile.test_own_and_nearest_centres_and_silhouette_means_equal_the_twin(
             card, 64, 33, 100, 70
         )
+    ),
+    "point_score": lambda card: test_point_score.test_means_origin_scale_and_centres_are_the_twins(
+        card, 33
     ),
 }
 

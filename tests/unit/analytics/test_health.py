@@ -208,7 +208,7 @@ def test_rows_whose_hashes_collide_are_told_apart_by_their_bytes(
             found = super().admit(min_norm, hashed=hashed)
             return found._replace(hash=np.zeros_like(found.hash))
 
-    monkeypatch.setattr(health, "_sweeps", lambda _, csr: OneHash(csr))
+    monkeypatch.setattr(health, "_sweeps", lambda _, csr, _bytes: OneHash(csr))
     csr = planted(2, 40, 9)
     rows = csr.rows.copy()
     rows[2] = rows[0]
@@ -283,7 +283,7 @@ def test_sweeps_that_drop_dimensions_past_128_are_caught_as_corrupt(
             norm2 = (self._csr.rows[:, :128].astype(np.float64) ** 2).sum(axis=1)
             return whole._replace(norm2=norm2)
 
-    monkeypatch.setattr(health, "_sweeps", lambda _, csr: Narrow(csr))
+    monkeypatch.setattr(health, "_sweeps", lambda _, csr, _bytes: Narrow(csr))
     for metric in ("l2", "cosine"):
         assert len(table(planted(2, 9, 128), metric).breaches) == 0
         found = table(planted(2, 9, 129), metric)

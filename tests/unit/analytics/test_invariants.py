@@ -39,7 +39,7 @@ def test_a_first_sweep_that_drops_dimensions_past_128_is_seen(
             wide = self._csr.rows[:, :128].astype(np.float64)
             return whole._replace(norm2=np.einsum("nd,nd->n", wide, wide))
 
-    monkeypatch.setattr(health, "_sweeps", lambda _, csr: Narrow(csr))
+    monkeypatch.setattr(health, "_sweeps", lambda _, csr, _bytes: Narrow(csr))
     assert named(128, metric) == {}
     assert set(named(129, metric)["P1 and P2, P3"]) == {1, 2, 3, 4}
 
