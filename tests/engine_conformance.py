@@ -99,6 +99,28 @@ class Conformance:
             else:
                 assert answer == list(told)
 
+    def test_an_answer_is_that_of_its_prompt_alone_whatever_lengths_are_beside_it(
+        self, subject: Subject
+    ) -> None:
+        """The library with one prompt at a time is no measure of this: some hand out a longer neighbour's own end."""
+        mixes = mixed_lengths(subject)
+        alone: list[dict[str, Any]] = []
+        for place, prompt in enumerate(mixes):
+            subject.engine.submit(subject.lease([prompt], first_id=1000 + place))
+            alone.append(drain(subject.engine, within_s=WITHIN_S)[1000 + place])
+        subject.engine.submit(subject.lease(mixes, first_id=2000))
+        rows = drain(subject.engine, within_s=WITHIN_S)
+        for place, told in enumerate(alone):
+            row = rows[2000 + place]
+            ends = ("status", "finish_reason", "prompt_tokens")
+            assert [row[name] for name in ends] == [told[name] for name in ends]
+            if subject.tolerance:
+                np.testing.assert_allclose(
+                    subject.answer(row), subject.answer(told), rtol=0, atol=subject.tolerance
+                )
+            else:
+                assert subject.answer(row) == subject.answer(told)
+
     def test_what_cannot_be_served_is_refused_one_by_one(self, subject: Subject) -> None:
         good = subject.prompts[0]
         bad = [good, subject.oversized, [*good, subject.bad_token], good]
@@ -159,3 +181,13 @@ class Conformance:
             work()
         assert len(returned) < len(many)
         assert sorted([*returned, *engine.unfinished()]) == list(range(len(many)))
+
+
+def mixed_lengths(subject: Subject) -> list[list[int]]:
+    """Prompts of 1 to 9 tokens, the same behind a prefix of 12, beginnings of each other, and one twice."""
+    words = [token for prompt in subject.prompts for token in prompt]
+    drawn = np.random.default_rng(7)
+    apart = [drawn.choice(words, length).tolist() for length in (1, 5, 2, 9, 1, 3)]
+    prefix = drawn.choice(words, 12).tolist()
+    shared = [[*prefix, *tail] for tail in apart]
+    return [*apart, *shared, apart[3][:4], prefix, prefix, shared[3][:-1]]

@@ -4,6 +4,11 @@ CTranslate2 has no in-flight refill: a batch runs until its last sequence ends. 
 only up to the shortest prompt of the batch and walks the rest token by token, so a step takes the
 neighbours in length of the oldest task; what all prompts of a step start with is computed once. A finish reason is what the runtime reports: the end token it was
 asked to return, or the cap it was given; anything else is an error of the runtime.
+
+What it walks is forced on it, and it leaves that out of the result only where it forwarded at least one token at once
+(`return_prefix` in its language_model.cc, 4.6 to 4.8). A prompt that has one token left beside longer ones therefore makes it hand out
+the others' own ends as their answers, with the cap counted from there. So each prompt of a step keeps two tokens, or
+each has one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fabric_pipelines import models
-from fabric_pipelines.errors import MissingDependency
+from fabric_pipelines.errors import EngineFailed, MissingDependency
 from fabric_pipelines.models.ctranslate2_file import ModelFile, read_model_file
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines.agreement import Told, require_served
@@ -29,6 +34,7 @@ from fabric_pipelines.worker.engines.tasks import Outcome, Task, failed
 ARCHITECTURES = frozenset({"LlamaForCausalLM"})
 KV_CACHE_TOKENS = 8192  # 46 KB a token in fp32 for SmolLM2-135M: 377 MB at most
 SHARED_PREFIX_MIN = 8  # below that the extra pass costs what it saves
+FORWARDED_MIN = 2  # tokens a prompt keeps beside its shared prefix: the runtime forwards one less than the shortest
 
 
 class Ctranslate2Engine(SteppingEngine):
@@ -115,7 +121,14 @@ class Ctranslate2Engine(SteppingEngine):
         return objection
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
-        return by_length(pending, self._fits)
+        oldest = pending[0]
+        if oldest.sampling.get("repetition_penalty", 1.0) != 1.0:
+            # It penalises the tokens that it walks, not those that it forwards: only equal lengths are told apart by nothing.
+            peers = [task for task in pending if task.length == oldest.length]
+        else:
+            short = oldest.length < FORWARDED_MIN
+            peers = [task for task in pending if (task.length < FORWARDED_MIN) == short]
+        return by_length(peers, self._fits)
 
     def _fits(self, longest: Task, count: int) -> bool:
         return (
@@ -128,26 +141,47 @@ class Ctranslate2Engine(SteppingEngine):
         sampling = tasks[0].sampling
         if not is_greedy(sampling):
             self._reseed(step_seed(tasks))
-        shared = shared_prefix(tasks) if len(tasks) > 1 else 0
+        shared = shared_prefix(tasks, left=FORWARDED_MIN) if len(tasks) > 1 else 0
         shared = shared if shared >= SHARED_PREFIX_MIN else 0
         prompts = [[self._vocabulary[token] for token in task.tokens] for task in tasks]
-        results = self._generator.generate_batch(
-            [prompt[shared:] for prompt in prompts],
-            static_prompt=prompts[0][:shared] or None,
+        starts = [prompt[shared:] for prompt in prompts]
+        least = min(map(len, starts))
+        assert least >= FORWARDED_MIN or max(map(len, starts)) == 1, "this step would be echoed"
+        options = {
+            "static_prompt": prompts[0][:shared] or None,
             # The runtime's cache of prompt states has no bound: 33 MB stay for each prefix of 256 tokens.
-            cache_static_prompt=False,
-            max_length=tasks[0].max_new_tokens,
-            include_prompt_in_result=False,
-            return_end_token=True,
-            **_options(sampling),
+            "cache_static_prompt": False,
+            "include_prompt_in_result": False,
+            "return_end_token": True,
+        }
+        results = self._generator.generate_batch(
+            starts, max_length=tasks[0].max_new_tokens, **options, **_options(sampling)
         )
+        answers: list[list[int]] = [result.sequences_ids[0] for result in results]
+        walked = [task.tokens[shared + least :].tolist() for task in tasks]
+        if any(_begins(ids, end) for ids, end in zip(answers, walked, strict=True)):
+            self._require_no_echo(starts, options)
         reused = shared * (len(tasks) - 1)
         self.stats.reused_tokens += reused
         self.stats.computed_tokens += sum(task.length for task in tasks) - reused
-        return [
-            self._outcome(task, result.sequences_ids[0])
-            for task, result in zip(tasks, results, strict=True)
-        ]
+        return [self._outcome(task, ids) for task, ids in zip(tasks, answers, strict=True)]
+
+    def _require_no_echo(self, starts: list[list[str]], options: Mapping[str, Any]) -> None:
+        """EngineFailed where the runtime hands out what it walks. An answer may well begin as its prompt ends, so it is not judged by
+        its tokens: where each token of the vocabulary ends a sequence, an answer is one token long, and an echo longer."""
+        results = self._generator.generate_batch(
+            starts,
+            max_length=max(map(len, starts)) + 1,
+            end_token=list(range(len(self._vocabulary))),
+            sampling_topk=1,
+            **options,
+        )
+        if any(len(result.sequences_ids[0]) != 1 for result in results):
+            raise EngineFailed(
+                f"{self.name} returns the prompts' own tokens as generated ones in a step of lengths "
+                f"{sorted(map(len, starts))}: ctranslate2 {self._runtime.__version__} has other rules than those "
+                "its adapter knows; install the version in the engine's manifest"
+            )
 
     def _reseed(self, seed: int) -> None:
         """The runtime draws from a generator per thread that takes its seed when the thread starts, so a new
@@ -157,6 +191,12 @@ class Ctranslate2Engine(SteppingEngine):
         self._generator = self._open_generator()
 
     def _outcome(self, task: Task, ids: list[int]) -> Outcome:
+        if len(ids) > task.max_new_tokens:
+            return failed(
+                task,
+                "EngineFailed",
+                f"the runtime returned {len(ids)} tokens where at most {task.max_new_tokens} were asked for",
+            )
         self.stats.generated_tokens += len(ids)
         if ids and ids[-1] == self._eos:
             reason, ids = "stop", ids[:-1]
@@ -169,6 +209,11 @@ class Ctranslate2Engine(SteppingEngine):
                 f"the runtime ended after {len(ids)} of {task.max_new_tokens} tokens without an end token",
             )
         return Outcome(task, "ok", reason, output=np.array(ids, np.uint32))
+
+
+def _begins(ids: Sequence[int], end: Sequence[int]) -> bool:
+    """Whether an answer begins as an echo of `end` would, which its cap may cut."""
+    return bool(end) and list(ids[: len(end)]) == list(end[: len(ids)])
 
 
 def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:

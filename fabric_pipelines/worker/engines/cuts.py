@@ -53,9 +53,9 @@ def by_length(pending: Sequence[Task], fits: Fits) -> list[Task]:
     return peers[first:end]
 
 
-def shared_prefix(tasks: Sequence[Task]) -> int:
-    """Tokens that all prompts start with, at most one less than the shortest prompt."""
-    least = min(task.length for task in tasks) - 1
+def shared_prefix(tasks: Sequence[Task], *, left: int = 1) -> int:
+    """Tokens that all prompts start with; each prompt keeps at least `left` behind them, or all."""
+    least = max(min(task.length for task in tasks) - left, 0)
     first = tasks[0].tokens[:least]
     for task in tasks[1:]:
         differs = (first != task.tokens[: len(first)]).nonzero()[0]
