@@ -37,7 +37,7 @@ class TestCtranslate2(Conformance):
         self, subject: Subject
     ) -> None:
         """In float32: the rounding of int8 tells lengths apart (docs/engines.md)."""
-        float32_sums(subject.engine)
+        assert float32_sums(subject.engine).compute_type == "float32"
         super().test_an_answer_is_that_of_its_prompt_alone_whatever_lengths_are_beside_it(subject)
 
     @pytest.fixture
