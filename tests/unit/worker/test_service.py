@@ -175,9 +175,11 @@ def test_each_number_of_a_kept_profile_that_no_probe_gave_is_refused_by_name(
 ) -> None:
     """The cache and the window were taken as they stood there: a single pass of 10^9 tokens of cache ran."""
     settings = replace(home_settings, models=tmp_path)
-    made = lambda: ScriptedEngine(
-        kind=engine, profile=Profile(4, 64, 256 * (engine != "embed"), 64)
-    )  # noqa: E731
+    own = Profile(4, 64, 0 if engine == "embed" else 256, 64)
+
+    def made() -> ScriptedEngine:
+        return ScriptedEngine(kind=engine, profile=own)
+
     first = made()
     first.open()
     found = probe(first, device="cpu:0", vocab_size=100, layer=1)
