@@ -181,7 +181,8 @@ def measure(
         drawn = draw()
         facts = None
         if together and "P8" in drawn.allowed:
-            facts = _at_once(csr, sweeps, metric == "cosine", reference, min_norm, seconds)
+            margins = summed.ORDERED in names
+            facts = _at_once(csr, sweeps, metric, reference, min_norm, margins, seconds)
             if facts is None and backend != "cpu":
                 drawn = draw()  # row by row it costs something else
         if facts is None:
@@ -204,14 +205,16 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
 def _at_once(
     csr: Csr,
     sweeps: Sweeps,
-    cosine: bool,
+    metric: Metric,
     reference: Reference | None,
     min_norm: float,
+    margins: bool,
     seconds: dict[str, float],
 ) -> Facts | None:
     """Four passes without a number a row on the host; their time stands under the last of them."""
     with timed() as time:
-        found = sweeps.summed(min_norm, cosine=cosine)
+        cosine = metric == "cosine"
+        found = sweeps.summed(min_norm, cosine=cosine, margins=margins)
         facts = None
         if found is not None:
             facts = summed.facts(csr, found, cosine=cosine, reference=reference)

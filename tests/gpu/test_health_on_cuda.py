@@ -92,7 +92,7 @@ def test_the_silhouette_alone_is_that_of_the_whole_table_and_the_same_bytes_ever
     def found(*only: str) -> HealthTable:
         return measure(csr.rows, csr.indptr, csr.ids, metric=metric, backend=backend, only=only)  # type: ignore[arg-type]
 
-    rowwise = found("silhouette", "centroid_margin_p10")
+    rowwise = found("silhouette", "radius_median")
     alone = [found("silhouette") for _ in range(10 if count > 900 else 3)]
     assert {len(table.facts.radii.radius2) for table in alone} == {0}
     assert len(rowwise.facts.radii.radius2) == count
