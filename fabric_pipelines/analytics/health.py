@@ -46,7 +46,8 @@ T = TypeVar("T")
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
     partner). pass_bytes[pass]: foreseen beyond the rows, pass_card_bytes[pass] of them on the card. backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
-    disagreements: the same by the two passes."""
+    disagreements: the same by the two passes. Where P1, P2, P3 and P8 ran at once (analytics.summed), their seconds stand under P8, and
+    facts have no arrays of rows."""
 
     metric: Metric
     dim: int
