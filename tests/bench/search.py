@@ -226,6 +226,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def keep(to: Path | None, told: list[dict[str, Any]]) -> None:
+    if to:
+        to.write_text(json.dumps({"machine": machine(), "runs": told}, indent=1) + "\n")
+
+
 def arguments() -> argparse.ArgumentParser:
     wanted = argparse.ArgumentParser(description=__doc__)
     wanted.add_argument("--rows", type=int)
@@ -272,6 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
             except (FabricError, OSError, ValueError) as fault:
                 sys.stdout.write(f"\n{kind}: not measured: {fault}\n")
                 told.append({"rows_of": kind, "why_not": str(fault)})
+                keep(given.json, told)
                 continue
             say(f"{kind}, {len(xb):,} x {xb.shape[1]}")
             lines = measure(xb, xq, rounds, given.skip, say)
@@ -289,8 +295,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     "lines": facts(lines),
                 }
             )
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "runs": told}, indent=1) + "\n")
+            keep(given.json, told)  # what ends a long run must not take the tables before it along
 
 
 if __name__ == "__main__":
