@@ -19,12 +19,12 @@
 //             _rows     radius2 and, in that scale, own2 f32, near u64 and b f64 [count] of centre_tile_points -> column f64
 //                       [2, stride]: silhouette (b - a) / max(a, b) with a = (n r^2 + W) / (n - 1), 0 where n < 2 or a = b = 0;
 //                       |own2 - r^2| in units of rounding (r^2 + reach2), inf where that is no number. mark u64 [4, stride], 2:
-//                       (s < 0) + (margin < narrow) << 32 with margin (near - r) / (near + r), 3: (margin < 0) + (near^2 < told
-//                       reach2) << 32. All 0 of rows that do not count.
+//                       (s < 0) + (margin < narrow) << 32, 3: (margin < 0) + (near^2 < told reach2) << 32; margins f64 [count] =
+//                       (near - r) / (near + r). All 0 of rows that do not count.
 //           Blocks of 256 threads; any grid in x but for _unit.
 // Twin      fabric_pipelines/analytics/reference/point_score.py: equal to the last bit, but for sums over dimensions (length2, far2,
 //           norm2): 2 eps sqrt(dim), norm2 then rounded to f32.
-// Floor     bytes: _admit 9 in and 73 out a row, _rows 45 in and 32 out, the others less: 10M rows 0.4 ms at 4.3 TB/s. Never timed:
+// Floor     bytes: _admit 9 in and 73 out a row, _rows 45 in and 40 out, the others less: 10M rows 0.4 ms at 4.3 TB/s. Never timed:
 //           this file has not been on a card.
 //
 // Why this mapping: one row a thread, one cluster a warp where dimensions are summed. The origin is summed by one thread a dimension
@@ -216,11 +216,12 @@ extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerS
     point_score_rows(const double* radius2, const float* own2, const unsigned long long* near,
                      const double* b, const uint8_t* flag, const int64_t* own, const double* real,
                      const int64_t* whole, const double* unit, int64_t count, int64_t stride,
-                     double rounding, double told, double narrow, double* column, uint64_t* mark) {
+                     double rounding, double told, double narrow, double* column, double* margins,
+                     uint64_t* mark) {
   const double scale = __ldg(unit), reach2 = __ldg(unit + 1);
   const double scale2 = __dmul_rn(scale, scale), close2 = __dmul_rn(told, reach2);
   for (int64_t row = fabric::thread_index(); row < count; row += fabric::thread_count()) {
-    double score = 0.0, error = 0.0;
+    double score = 0.0, error = 0.0, margin = 0.0;
     uint64_t negative = 0, border = 0, misplaced = 0, close = 0;
     if (__ldg(flag + row) == 0) {
       const int64_t cluster = __ldg(reinterpret_cast<const long long*>(own) + row);
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerS
         score = __ddiv_rn(__dsub_rn(other, inside), larger);
       }
       const double r = __dsqrt_rn(r2), away = __dsqrt_rn(near2), both = __dadd_rn(r, away);
-      const double margin = both > 0.0 ? __ddiv_rn(__dsub_rn(away, r), both) : 0.0;
+      if (both > 0.0) margin = __ddiv_rn(__dsub_rn(away, r), both);
       const double found = __ddiv_rn(static_cast<double>(__ldg(own2 + row)), scale2);
       const double least = fmax(__dadd_rn(r2, reach2), fabric::kTiny);
       error = __ddiv_rn(fabs(__dsub_rn(found, r2)), __dmul_rn(rounding, least));
@@ -246,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(fabric::kBlock, fabric::kBlocksPerS
     }
     column[row] = score;
     column[stride + row] = error;
+    margins[row] = margin;
     mark[2 * stride + row] = negative | border << 32;
     mark[3 * stride + row] = misplaced | close << 32;
   }

@@ -9,8 +9,14 @@ synced each time, made now or found.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
+
+BUILDING = ".building-"  # work in progress, and what it replaces for the moment between two renames
 
 
 class FolderOps(Protocol):
@@ -85,3 +91,36 @@ def _make(folder: Path, ops: FolderOps, mode: int) -> set[Path]:
         made_in = _make(folder.parent, ops, 0o777)
         made = ops.make_folder(folder, mode)
     return made_in | set(ops.way_to(folder)[:1]) if made else made_in
+
+
+@contextmanager
+def published(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` that takes its place at the end, or vanishes and leaves it. What was there stays until
+    then, and whoever has it open keeps its bytes. OSError as the system says it."""
+    folder = Path(tempfile.mkdtemp(prefix=BUILDING, dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        _take_place(folder, target)
+        OS_FOLDERS.fsync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _take_place(folder: Path, target: Path) -> None:
+    """By two renames and not by deleting first: half a gigabyte takes a while to go, and a kill meanwhile left nothing."""
+    if not target.exists():
+        folder.rename(target)
+        return
+    old = folder.with_name(f"{folder.name}-old")
+    target.rename(old)
+    try:
+        folder.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    if old.is_symlink() or not old.is_dir():
+        old.unlink()
+    else:
+        shutil.rmtree(old, ignore_errors=True)  # what cannot go now is cleared as any dead build is

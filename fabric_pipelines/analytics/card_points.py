@@ -26,7 +26,7 @@ from fabric_pipelines.analytics import kernels_points as launches
 from fabric_pipelines.analytics import kernels_rows as rows_of
 from fabric_pipelines.analytics import kernels_tiles as tiles
 from fabric_pipelines.analytics.card_tiles import ROUNDING
-from fabric_pipelines.analytics.csr import I64, Csr
+from fabric_pipelines.analytics.csr import I64, Csr, unknown
 from fabric_pipelines.analytics.passes import MARGIN_NARROW, TOLD
 from fabric_pipelines.analytics.sweeps import Cost, Summed
 from fabric_pipelines.device.card import Card, DeviceArray, Lent
@@ -35,6 +35,7 @@ from fabric_pipelines.errors import DeviceRefused
 ALIGN = 256  # bytes: a store's rows start where 16-byte loads may
 ROWS_MAX = 1 << 31  # two counts share a word
 LOW = np.uint64(0xFFFFFFFF)
+SHARES = (0.10,)  # of the margins
 
 
 class Shape(NamedTuple):
@@ -104,6 +105,7 @@ BACK = (
     "score_whole",
     "words",
     "length2",
+    "quantiles",
 )
 
 
@@ -127,9 +129,11 @@ def _layout(of: Shape) -> _Layout:
         "centres": ((clusters, pitch), f4), "centres2": ((clusters,), f4),
         "tile": ((of.window, pitch), f4), "tile2": ((of.window,), f4),
         "own2": ((rows,), f4), "near": ((rows,), u8), "a": ((of.window,), f8), "b": ((rows,), f8),
+        "margins": ((rows,), f8), "shares": ((len(SHARES),), f8),
     }  # fmt: skip
     whole = {name: ((two, 2), i8) if name.endswith("_whole") else ((two, 4), f8) for name in BACK}
-    arrays.update({**whole, "words": ((four, 2), u8), "length2": ((clusters,), f8)})
+    words, quantiles = ((four, 2), u8), ((clusters, len(SHARES)), f8)
+    arrays.update({**whole, "words": words, "length2": ((clusters,), f8), "quantiles": quantiles})
     places, at, back = {}, 0, 0
     for name, (sides, kind) in arrays.items():
         size = math.prod(sides) * np.dtype(kind).itemsize
@@ -160,13 +164,13 @@ def _number(item: Any) -> Any:
 
 
 class _Made:
-    """Arrays laid out in a block, and the launches over them for one (cosine, min_norm)."""
+    """Arrays laid out in a block, and the launches over them for one (min_norm, cosine, margins)."""
 
     def __init__(self, shape: Shape, block: DeviceArray) -> None:
         layout = _layout(shape)
         self.shape, self.back = shape, block[layout.back : layout.total]
         self.arrays = {name: place.of(block) for name, place in layout.places.items()}
-        self.key: tuple[bool, float] | None = None
+        self.key: tuple[float, bool, bool] | None = None
         self.steps: list[tuple[str, str, int, tuple[Any, ...]]] = []
 
 
@@ -217,16 +221,23 @@ class CardPoints:
     def close(self) -> None:
         self._card.take_back(self._lent)
 
-    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+    def summed(self, min_norm: float, *, cosine: bool, margins: bool) -> Summed | None:
         """None where a row has to be looked at; otherwise one number a cluster."""
-        made, key = self._made, (cosine, min_norm)
+        made, key = self._made, (min_norm, cosine, margins)
         if key != made.key:
             written = _Steps(self._card)
             _write(written, made.arrays, made.shape, cosine, min_norm)
+            if margins:
+                _order(written, made.arrays, made.shape)
             made.key, made.steps = key, written.listed
+        if margins:
+            self._card.store(made.arrays["shares"], np.array(SHARES))
         for step in made.steps:
             self._card.launch(*step)
-        return _read(self._card.download(made.back), made.shape, self._csr)
+        found = _read(self._card.download(made.back), made.shape, self._csr)
+        if found is None or margins:
+            return found
+        return found._replace(margin_p10=unknown(self._csr.clusters))  # whatever lay there
 
 
 def _borders(csr: Csr, of: Shape) -> I64:
@@ -289,10 +300,16 @@ def _write(
         )
     launches.rows(
         card, (radius2, has["own2"], has["near"], has["b"], flag, has["own"]), (within, whole),
-        has["unit"], stride, (ROUNDING, TOLD, MARGIN_NARROW), (has["column"], has["mark"]),
+        has["unit"], stride, (ROUNDING, TOLD, MARGIN_NARROW), (has["column"], has["margins"], has["mark"]),
     )  # fmt: skip
     reduce("column", "score")
     rows_of.csr_words_into(card, has["mark"], has["borders"], has["word_slots"], has["words"])
+
+
+def _order(card: Any, has: dict[str, DeviceArray], of: Shape) -> None:
+    """Quantiles of the margins."""
+    indptr, flag = has["borders"][: of.clusters + 1], has["kept"][: of.rows]
+    rows_of.csr_quantiles_into(card, has["margins"], flag, indptr, has["shares"], has["quantiles"])
 
 
 def _read(back: npt.NDArray[np.uint8], of: Shape, csr: Csr) -> Summed | None:
@@ -336,4 +353,5 @@ def _read(back: npt.NDArray[np.uint8], of: Shape, csr: Csr) -> Summed | None:
         narrow=wide(high[2]),
         misassigned=wide(low[3]),
         error=wide(error),
+        margin_p10=wide(found["quantiles"][:, 0], np.nan),
     )

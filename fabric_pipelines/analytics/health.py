@@ -46,7 +46,8 @@ T = TypeVar("T")
 class HealthTable:
     """readings[name]: value and status per cluster. aux: arrays kept beside them (sub-counts, medoid id,
     partner). pass_bytes[pass]: foreseen beyond the rows, pass_card_bytes[pass] of them on the card. backend[pass]: where its sweep ran. breaches: clusters whose passes contradict each other;
-    disagreements: the same by the two passes."""
+    disagreements: the same by the two passes. Where P1, P2, P3 and P8 ran at once (analytics.summed), their seconds stand under P8, and
+    facts have no arrays of rows."""
 
     metric: Metric
     dim: int
@@ -181,7 +182,8 @@ def measure(
         drawn = draw()
         facts = None
         if together and "P8" in drawn.allowed:
-            facts = _at_once(csr, sweeps, metric == "cosine", reference, min_norm, seconds)
+            margins = summed.ORDERED in names
+            facts = _at_once(csr, sweeps, metric, reference, min_norm, margins, seconds)
             if facts is None and backend != "cpu":
                 drawn = draw()  # row by row it costs something else
         if facts is None:
@@ -204,14 +206,16 @@ def _asked(only: Collection[str] | None) -> list[MetricSpec]:
 def _at_once(
     csr: Csr,
     sweeps: Sweeps,
-    cosine: bool,
+    metric: Metric,
     reference: Reference | None,
     min_norm: float,
+    margins: bool,
     seconds: dict[str, float],
 ) -> Facts | None:
     """Four passes without a number a row on the host; their time stands under the last of them."""
     with timed() as time:
-        found = sweeps.summed(min_norm, cosine=cosine)
+        cosine = metric == "cosine"
+        found = sweeps.summed(min_norm, cosine=cosine, margins=margins)
         facts = None
         if found is not None:
             facts = summed.facts(csr, found, cosine=cosine, reference=reference)

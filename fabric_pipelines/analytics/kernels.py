@@ -20,6 +20,7 @@ from fabric_pipelines.analytics.card_points import CardPoints
 from fabric_pipelines.analytics.csr import F64, I64, U64, Bool, Csr, segment_sum
 from fabric_pipelines.analytics.kernels_rows import WARP, lanes_for, variant
 from fabric_pipelines.analytics.kernels_rows import csr_centroid as csr_centroid
+from fabric_pipelines.analytics.kernels_rows import csr_quantiles as csr_quantiles
 from fabric_pipelines.analytics.kernels_rows import csr_radius as csr_radius
 from fabric_pipelines.analytics.kernels_rows import csr_reduce as csr_reduce
 from fabric_pipelines.analytics.kernels_rows import csr_words as csr_words
@@ -45,33 +46,7 @@ from fabric_pipelines.device.card import Card, DeviceArray
 from fabric_pipelines.device.gpu import THREADS, Gpu
 from fabric_pipelines.errors import DeviceRefused
 
-SHARES_MAX = 4  # kShares of csr_select.cu
 OPTIONAL = ("P6",)  # stays with the CPU where the card has no room for it
-
-
-def csr_quantiles(
-    gpu: Card,
-    value: DeviceArray,
-    flag: DeviceArray,
-    indptr: DeviceArray,
-    share: DeviceArray,
-    *,
-    blocks: int | None = None,
-) -> DeviceArray:
-    """value f64 [N], flag u8 [N] (0 counts), indptr i64 [K+1], share f64 [T], T <= 4 -> type-7 quantiles f64 [K, T].
-    Twin: reference.csr_select.csr_quantiles."""
-    clusters, shares = len(indptr) - 1, len(share)
-    assert 1 <= shares <= SHARES_MAX
-    quantile = gpu.empty((clusters, shares), np.float64)
-    for size, warps in (("small", clusters), ("large", clusters * THREADS // WARP)):
-        if clusters:
-            gpu.launch(
-                "csr_select",
-                f"csr_select_{size}",
-                blocks or gpu.blocks_for(warps),
-                (value, flag, indptr, clusters, share, shares, quantile),
-            )
-    return quantile
 
 
 def csr_copies(
@@ -341,8 +316,10 @@ class CudaSweeps(CpuSweeps):
         self._indptr = self._gpu.upload(csr.indptr)
         self._ids = self._gpu.upload(csr.ids)
 
-    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
-        found = None if self._points is None else self._points.summed(min_norm, cosine=cosine)
+    def summed(self, min_norm: float, *, cosine: bool, margins: bool) -> Summed | None:
+        found = None
+        if self._points is not None:
+            found = self._points.summed(min_norm, cosine=cosine, margins=margins)
         if found is None:
             self.costs = self._costs_by_row
         else:

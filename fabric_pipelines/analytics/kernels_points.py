@@ -106,12 +106,12 @@ def rows(
     unit: DeviceArray,
     stride: int,
     bounds: tuple[float, float, float],
-    out: tuple[DeviceArray, DeviceArray],
+    out: tuple[DeviceArray, DeviceArray, DeviceArray],
     *,
     blocks: int | None = None,
 ) -> None:
     """found: radius2 f64, own2 f32, near u64, b f64, flag u8 and own i64 [n]; clusters: real f64 [K, 4] of W, whole i64 [K, 2];
-    bounds: rounding, told, narrow. out: column f64 [2, stride] and the last two of mark u64 [4, stride]."""
+    bounds: rounding, told, narrow. out: column f64 [2, stride], margins f64 [n] and the last two of mark u64 [4, stride]."""
     count = len(found[0])
     given = (*found, *clusters, unit, count, stride, *bounds, *out)
     _queue(gpu, "rows", _spread(count), given, blocks)

@@ -1,4 +1,4 @@
-"""Launches of row_admit, csr_centroid, csr_radius and csr_reduce: what is summed of rows, one cluster or all.
+"""Launches of row_admit, csr_centroid, csr_radius, csr_reduce and csr_select's quantiles: what is told of the rows of a cluster.
 
 Each comes twice: with arrays of its own, and `_into` arrays that exist, which queues and does nothing else.
 """
@@ -9,8 +9,10 @@ import numpy as np
 
 from fabric_pipelines.analytics.card_plan import REDUCE_ROWS, RUN_ROWS, SLAB, window_width
 from fabric_pipelines.device.card import Card, DeviceArray
+from fabric_pipelines.device.gpu import THREADS
 
 WARP = 32
+SHARES_MAX = 4  # kShares of csr_select.cu
 
 
 def lanes_for(dim: int) -> int:
@@ -249,3 +251,42 @@ def csr_words_into(
         blocks or gpu.blocks_for(clusters),
         (partial, indptr, clusters, total),
     )
+
+
+def csr_quantiles(
+    gpu: Card,
+    value: DeviceArray,
+    flag: DeviceArray,
+    indptr: DeviceArray,
+    share: DeviceArray,
+    *,
+    blocks: int | None = None,
+) -> DeviceArray:
+    """value f64 [N], flag u8 [N] (0 counts), indptr i64 [K+1], share f64 [T], T <= 4 -> type-7 quantiles f64 [K, T].
+    Twin: reference.csr_select.csr_quantiles."""
+    quantile = gpu.empty((len(indptr) - 1, len(share)), np.float64)
+    csr_quantiles_into(gpu, value, flag, indptr, share, quantile, blocks=blocks)
+    return quantile
+
+
+def csr_quantiles_into(
+    gpu: Card,
+    value: DeviceArray,
+    flag: DeviceArray,
+    indptr: DeviceArray,
+    share: DeviceArray,
+    quantile: DeviceArray,
+    *,
+    blocks: int | None = None,
+) -> None:
+    """csr_quantiles into an array that exists."""
+    clusters, shares = len(indptr) - 1, len(share)
+    assert 1 <= shares <= SHARES_MAX
+    for size, warps in (("small", clusters), ("large", clusters * THREADS // WARP)):
+        if clusters:
+            gpu.launch(
+                "csr_select",
+                f"csr_select_{size}",
+                blocks or gpu.blocks_for(warps),
+                (value, flag, indptr, clusters, share, shares, quantile),
+            )

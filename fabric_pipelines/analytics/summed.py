@@ -18,6 +18,7 @@ from fabric_pipelines.analytics.passes import (
 from fabric_pipelines.analytics.readings import Facts, Reference
 from fabric_pipelines.analytics.sweeps import Summed
 
+ORDERED = "centroid_margin_p10"  # what is no sum
 PASSES = ("P1", "P2", "P3", "P8")
 READ = frozenset(
     {
@@ -29,6 +30,7 @@ READ = frozenset(
         "silhouette",
         "silhouette_negative_fraction",
         "boundary_fraction",
+        ORDERED,
     }
 )
 
@@ -67,7 +69,7 @@ def facts(csr: Csr, found: Summed, *, cosine: bool, reference: Reference | None)
             negative=found.negative,
             narrow=found.narrow,
             misassigned=found.misassigned,
-            margin_p10=nobody,
+            margin_p10=found.margin_p10,
             own_error=found.error,
             margins=np.zeros(MARGIN_BINS, np.int64),
         ),

@@ -97,7 +97,8 @@ class Spectra(NamedTuple):
 class Summed(NamedTuple):
     """P1, P2, P3 and P8 per cluster, f64 or int64 [K]: size, good rows; nan, inf and zero, bad ones; norm and norm2, sums of norms and
     of their squares; length2 of the mean; radius and within, sums of distances to it and of their squares; least of these distances
-    (inf of none) and the id that has it (-1); silhouette, a sum; negative, narrow, misassigned and error as in passes.Points."""
+    (inf of none) and the id that has it (-1); silhouette, a sum; negative, narrow, misassigned, error and margin_p10 (NaN where
+    it was not asked for) as in passes.Points."""
 
     size: I64
     nan: I64
@@ -115,6 +116,7 @@ class Summed(NamedTuple):
     narrow: I64
     misassigned: I64
     error: F64
+    margin_p10: F64
 
 
 class Cost(NamedTuple):
@@ -138,7 +140,7 @@ class Sweeps(Protocol):
     tiles: Tiles | None  # None: the CPU's own, in float64
     costs: Mapping[str, Cost]  # of the passes that it takes over, tiles among them
 
-    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+    def summed(self, min_norm: float, *, cosine: bool, margins: bool) -> Summed | None:
         """P1, P2, P3 and P8 at once, where they were asked for so when the sweeps were made and no row has to be looked at."""
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:
@@ -203,7 +205,7 @@ class CpuSweeps:
     def __init__(self, csr: Csr) -> None:
         self._csr, self._scratch = csr, Scratch()
 
-    def summed(self, min_norm: float, *, cosine: bool) -> Summed | None:
+    def summed(self, min_norm: float, *, cosine: bool, margins: bool) -> Summed | None:
         return None
 
     def admit(self, min_norm: float, *, hashed: bool) -> Admitted:

@@ -30,14 +30,11 @@ from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.device.energy import CardMeter, visible
 from fabric_pipelines.errors import DeviceRefused, StorageFailed
 from fabric_pipelines.ids import digest
+from fabric_pipelines.models.description import CHECKPOINTS
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.records.submission import Submission, fingerprint_of
 from fabric_pipelines.records.task import task_batch
-from fabric_pipelines.worker.engines.checkpoint import (
-    CHECKPOINTS,
-    QWEN_7B_SHAPE,
-    describe,
-)
+from fabric_pipelines.worker.engines.checkpoint import QWEN_7B_SHAPE, describe
 from fabric_pipelines.worker.engines.opening import read_folder
 from fabric_pipelines.worker.engines.vllm import VllmEngine, VllmOptions
 from fabric_pipelines.worker.engines.vllm_driver import ADDS_PER_TURN

@@ -170,7 +170,8 @@ class Gpu:
         with self._device:
             free, total = self._cupy.cuda.runtime.memGetInfo()
         kept = _KEPT.get(self.identity.ordinal)
-        return Memory(int(free) + (0 if kept is None else int(kept.block.nbytes)), int(total))
+        block = None if kept is None else kept.block  # another thread may be giving it up
+        return Memory(int(free) + (0 if block is None else int(block.nbytes)), int(total))
 
     def require_memory(self, size: int, what: str, remedy: str) -> None:
         free = self.memory().free_bytes

@@ -19,7 +19,7 @@ from fabric_pipelines.models.cache import (
     tokeniser,
 )
 from fabric_pipelines.models.catalogue import MODELS, ModelSpec, SourceFile
-from fabric_pipelines.models.description import contents
+from fabric_pipelines.models.description import contents, require_facts
 from fabric_pipelines.models.tokenisation import Tokeniser
 from fabric_pipelines.models.upkeep import Verified, outdated, prune, pulled, verify
 
@@ -40,6 +40,7 @@ __all__ = [
     "prune",
     "pull",
     "pulled",
+    "require_facts",
     "require_whole",
     "tokeniser",
     "verify",

@@ -11,9 +11,7 @@ A folder's name is the digest of what made it, so nothing here is ever changed i
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +25,14 @@ from fabric_pipelines.errors import (
     SourceUnreachable,
     StorageFailed,
 )
+from fabric_pipelines.folders import BUILDING, published
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models import catalogue, recipes
 from fabric_pipelines.models.catalogue import ModelSpec, spec_of
 from fabric_pipelines.models.description import contents, remedy
 from fabric_pipelines.models.recipes import (
+    CONTENTS,
+    MANIFEST,
     RECIPES,
     TOKENISER,
     Recipe,
@@ -44,6 +45,8 @@ from fabric_pipelines.telemetry import ProgressBoard
 
 LOCK_POLL_S = 0.2
 SOURCES = "sources"
+# Of files that a runtime may load from a checkpoint's folder without being told of them.
+LOADED = (".safetensors", ".json", ".bin", ".pt", ".pth", ".py", ".engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,22 @@ def require_whole(folder: Path) -> None:
             ) from fault
         if found != entry["sha256"]:
             raise DigestMismatch(f"{folder / name} changed since it was {_made(described, folder)}")
+    if "weights" in described["facts"]:  # a checkpoint: its runtime takes whatever lies there
+        _require_no_more(folder, described["files"])
+
+
+def _require_no_more(folder: Path, files: Mapping[str, Any]) -> None:
+    known = {*files, CONTENTS, MANIFEST}
+    more = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in LOADED and not path.name.startswith(".") and path.name not in known
+    )
+    if more:
+        raise DigestMismatch(
+            f"{', '.join(more)} in {folder} came after it was described, and what is loaded may be made of it: take it away, or "
+            f"run `fabric engine build {folder.name}` to make it another engine"
+        )
 
 
 def _made(described: Mapping[str, Any], folder: Path) -> str:
@@ -228,7 +247,7 @@ def _get_sources(
     files: ModelFiles, wrong: tuple[str, ...], source: str | None, board: ProgressBoard
 ) -> None:
     try:
-        with _published(files.sources) as folder:
+        with published(files.sources) as folder:
             acquire(files.spec, source, folder, board)
     except SourceUnreachable as fault:
         if not wrong:
@@ -239,27 +258,10 @@ def _get_sources(
 def _make_part(recipe: Recipe, files: ModelFiles, board: ProgressBoard) -> None:
     target = files.parts[recipe.part]
     started = time.monotonic()
-    with _published(target) as folder:
+    with published(target) as folder:
         write_part(recipe, files.spec, files.sources, folder)
     board.say(f"{files.name}: {recipe.part} ready in {time.monotonic() - started:.0f} s")
     board.heartbeat()
-
-
-@contextmanager
-def _published(target: Path) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end, or vanishes. A damaged one stays until then, and whoever has
-    it open keeps its bytes."""
-    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if target.is_dir():
-            shutil.rmtree(target)
-        folder.rename(target)
-        _sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 @contextmanager
@@ -293,16 +295,8 @@ def lock_if_free(home: Path) -> Iterator[bool]:
 
 
 def _clear_dead_builds(home: Path) -> None:
-    for path in home.glob(".building-*"):
+    for path in home.glob(f"{BUILDING}*"):
         shutil.rmtree(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _folder_size(folder: Path) -> int:

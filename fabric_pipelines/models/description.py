@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from fabric_pipelines.errors import ManifestRefused
+from fabric_pipelines.ids import canonical_json
+from fabric_pipelines.models import catalogue
+from fabric_pipelines.models.facts import contradictions, roots
 from fabric_pipelines.models.recipes import CONTENTS
 
+CHECKPOINTS = (
+    "checkpoints"  # <model cache>/checkpoints/<engine name>/, where its owner put the files
+)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NUMBERS = ("context", "vocab_size", "dim", "eos_id")
 LISTS_OF_NUMBERS = ("eos_ids", "profile_ends")
@@ -42,6 +48,11 @@ def contents(folder: Path) -> dict[str, Any]:
         raise _refused(folder, f"cannot be read ({fault.strerror or fault})") from fault
     except ValueError as fault:
         raise _refused(folder, f"is no description of a folder ({fault})") from fault
+    return checked(folder, described)
+
+
+def checked(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """As `contents`, of a description that is not written yet."""
     if not _is_digest(described.get("weights_sha256")):
         raise _refused(folder, "has no weights_sha256 of 64 hex digits", "weights_sha256")
     for name in ("files", "facts"):
@@ -55,8 +66,25 @@ def contents(folder: Path) -> dict[str, Any]:
     for name, value in described["facts"].items():
         if not _is_fact(name, value):
             raise _refused(folder, f"says {value!r} of {name}, which is none", name)
+    try:
+        canonical_json(described["facts"])
+    except ValueError as fault:  # NaN, or half of a pair of UTF-16: no digest can be made of it
+        raise _refused(folder, f"has facts that are no JSON ({fault})", "facts") from fault
+    if described["weights_sha256"] not in roots(described):
+        raise _refused(
+            folder, "has a weights_sha256 that is not the digest of its files", "weights_sha256"
+        )
     described["facts"] = Facts(described["facts"], folder)
     return described
+
+
+def require_facts(folder: Path, described: Mapping[str, Any], *, graph: bool = False) -> None:
+    """ManifestRefused naming each fact that a file of the folder denies. graph: a trunk's own word too; RuntimeError when
+    it is no trunk of ours."""
+    wrong = contradictions(folder, described, graph=graph)
+    if wrong:
+        said = "; ".join(f"{name} {why}" for name, why in wrong.items())
+        raise _refused(folder, f"contradicts its files: {said}", *wrong)
 
 
 def json_object(given: bytes) -> dict[str, Any]:
@@ -80,12 +108,25 @@ class TwiceNamed(ValueError):
 
 
 def remedy(folder: Path) -> str:
-    """The way to a whole folder: a conversion is made again by a pull, what was described or built by a build."""
-    if folder.parent.name == "checkpoints":
+    """The way to a whole description: a conversion is made again by a pull, what was described or built by a build. Nothing is
+    deleted but what a pull makes again: a described folder may hold its owner's only weights."""
+    if folder.parent.name == CHECKPOINTS:
         return f"run `fabric engine build {folder.name}` again, with the sizes it had"
     if folder.parent.parent.name == "plans":
         return f"run `fabric engine build {folder.parent.name}` again, with the sizes it had"
-    return f"delete {folder} and run `fabric models pull {folder.parent.name}` again"
+    if folder.parent.name in catalogue.MODELS:
+        return f"delete {folder} and run `fabric models pull {folder.parent.name}` again"
+    return f"describe {folder} again, as it was described before"
+
+
+def remedy_of_files(folder: Path) -> str:
+    """The same where every file is the one that was described, and the runtime still cannot load them."""
+    if folder.parent.name == CHECKPOINTS:
+        return (
+            f"its files are those that were described, so where they are at fault put good ones into {folder} and "
+            f"{remedy(folder)}"
+        )
+    return remedy(folder)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

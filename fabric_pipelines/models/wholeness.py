@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models.catalogue import ModelSpec
+from fabric_pipelines.models.description import contents as described_by
+from fabric_pipelines.models.facts import contradictions
 from fabric_pipelines.models.recipes import CONTENTS, MANIFEST, Recipe, manifest_bytes, origin_of
 from fabric_pipelines.models.sources import sha256_file
 
@@ -32,7 +35,7 @@ def examine_sources(folder: Path, spec: ModelSpec) -> Examined:
 
 def examine_part(folder: Path, recipe: Recipe, spec: ModelSpec) -> Examined:
     """A conversion that cannot say what it holds is a difference itself. What it says of the shape (`facts`) comes out
-    of the source's own header and is believed."""
+    of the source's own header; what its files deny of it is a difference, and the rest is believed."""
     contents = folder / CONTENTS
     current = folder.name == f"{recipe.part}-{recipe.mark_if_installed(spec)}"
     found = _manifest_differences(folder / MANIFEST, recipe, spec) if current else []
@@ -46,7 +49,16 @@ def examine_part(folder: Path, recipe: Recipe, spec: ModelSpec) -> Examined:
         return Examined(0, 0, (f"{contents} cannot be read", *found))
     if wrong:
         found.append(f"{contents} changed: {', '.join(wrong)} cannot be what was written")
-    return _examine(folder, expected, found)
+    examined = _examine(folder, expected, found)
+    if examined.differences:
+        return examined
+    # Every file is the one that was written, so what they say of the facts is right, and the graph can be read.
+    try:
+        denied = contradictions(folder, described_by(folder), graph=current)
+    except ManifestRefused as fault:
+        return Examined(examined.files, examined.size, (str(fault),))
+    said = tuple(f"{contents} changed: {name} {why}" for name, why in denied.items())
+    return Examined(examined.files, examined.size, said)
 
 
 def _manifest_differences(path: Path, recipe: Recipe, spec: ModelSpec) -> list[str]:

@@ -90,6 +90,17 @@ class EngineManifest:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def fingerprint(self, weights_sha256: str) -> str:
-        """Hex sha256 of manifest and weights digest; stands on every completion and receipt."""
+    def fingerprint(self, weights_sha256: str, facts: Mapping[str, Any] | None = None) -> str:
+        """Hex sha256 of manifest, weights digest and facts (end tokens, vocabulary, layers, ...): all by which an engine
+        answers. Stands on every completion and receipt."""
+        return digest(
+            {
+                "manifest": self.as_json(),
+                "weights_sha256": weights_sha256,
+                "facts": dict(facts or {}),
+            }
+        )
+
+    def earlier_fingerprint(self, weights_sha256: str) -> str:
+        """As programs before December 2026 had it, without the facts: what they left behind can be told by it."""
         return digest({"manifest": self.as_json(), "weights_sha256": weights_sha256})

@@ -9,6 +9,7 @@ engine fixed its budget when it was opened, so only its rate is measured.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import statistics
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
-from fabric_pipelines.errors import EngineFailed, UsageError
+from fabric_pipelines.errors import EngineFailed, ManifestRefused, StorageFailed, UsageError
 from fabric_pipelines.given import value_of
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.records.profile import Profile
@@ -31,6 +32,7 @@ from fabric_pipelines.worker.device_lock import device_kind
 from fabric_pipelines.worker.engines.door import Engine
 from fabric_pipelines.worker.engines.names import folder_of
 
+LOG = logging.getLogger("fabric.worker")
 NEAR_BEST = 0.97
 GIVE_UP = (
     0.8  # a larger step that is so much slower ends the search: attention grows with its square
@@ -251,35 +253,91 @@ def _field(path: Path, name: str) -> str:
     return next(values, "").strip()
 
 
-def _place(cache: Path, engine: str, device: str) -> Path:
+def place_of(cache: Path, engine: str, device: str) -> Path:
     return folder_of(cache / PROFILES, engine) / f"{device.replace(':', '-')}.json"
 
 
 def keep(probed: Probed, cache: Path) -> Path:
-    """Written whole, then put in place."""
-    path = _place(cache, probed.engine, probed.device)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Written whole, then put in place. StorageFailed where it cannot be."""
+    path = place_of(cache, probed.engine, probed.device)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(probed.as_json(), indent=2))
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(probed.as_json(), indent=2))
+        draft.replace(path)
+    except OSError as fault:
+        if path.parent.is_dir():
+            draft.unlink(missing_ok=True)
+        raise StorageFailed(
+            f"the profile cannot be kept in {path} ({fault.strerror or fault}): see what lies there and whether the disk is full"
+        ) from fault
     return path
 
 
 def kept_profile(engine: Engine, cache: Path, device: str) -> Profile | None:
-    """The profile that was measured for this very engine on this very hardware, else None."""
-    path = _place(cache, engine.name, device)
+    """The profile that was measured for this very engine on this very hardware, else None: of another it is said and left."""
+    path = place_of(cache, engine.name, device)
     if not path.exists():
         return None
     again = f"run `fabric engine probe {engine.name}` again"
     try:
         found = json.loads(path.read_bytes())
-        same = (found["fingerprint"], found["hardware"]) == (engine.fingerprint, hardware(device))
+        known = {"fingerprint": engine.fingerprint, "hardware": hardware(device)}
+        others = [name for name, value in known.items() if found[name] != value]
         profile = found["profile"]
-    except (ValueError, KeyError, TypeError) as fault:
+    except OSError as fault:
+        raise UsageError(
+            f"the profile kept in {path} cannot be read ({fault.strerror or fault}): remove it and {again}"
+        ) from fault
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise UsageError(f"the profile kept in {path} is damaged ({fault}): {again}") from fault
-    if not same:
+    if others:
+        LOG.warning(
+            "the profile kept in %s is of another %s and not used: %s to have one",
+            path,
+            " and ".join(others),
+            again,
+        )
         return None
     newer = f"upgrade this one, or {again}"
     return value_of(
         Profile, profile, str(path), what="profile", remedy=again, newer=newer, error=UsageError
     )
+
+
+def held(measured: Profile, engine: Engine, where: Path) -> Profile:
+    """`measured` as the engine can keep it, open on the card as it is now. ManifestRefused naming each number that no probe of
+    this engine gave: it then was changed by hand. The cache is no such number, since it is what the card had free: where
+    that is less now, the engine's own counts and it is said."""
+    limits, own = engine.manifest, engine.profile
+    most = {
+        "max_batch_size": limits.max_batch_size,
+        "max_num_tokens": limits.max_num_tokens,
+        "window_tokens": WINDOW_STEPS_MAX * min(measured.max_num_tokens, limits.max_num_tokens),
+    }
+    faults = {
+        name: f"is {bound}, below the profile's {getattr(measured, name)}"
+        for name, bound in most.items()
+        if getattr(measured, name) > bound
+    }
+    if bool(measured.kv_cache_tokens) != bool(own.kv_cache_tokens):
+        faults["kv_cache_tokens"] = (
+            f"is {own.kv_cache_tokens} of the opened engine and {measured.kv_cache_tokens} of the profile (0 = single pass)"
+        )
+    if faults:
+        raise ManifestRefused(
+            f"the profile kept in {where} promises what engine {engine.name} does not keep: "
+            + "; ".join(f"{name} {why}" for name, why in faults.items())
+            + f": run `fabric engine probe {engine.name}` again",
+            tuple(faults),
+        )
+    cache = min(measured.kv_cache_tokens, own.kv_cache_tokens)
+    if cache < measured.kv_cache_tokens:
+        LOG.warning(
+            "the profile kept in %s has kv_cache_tokens %d, and %s opened with %d: that is declared",
+            where,
+            measured.kv_cache_tokens,
+            engine.name,
+            cache,
+        )
+    return replace(measured, kv_cache_tokens=cache)

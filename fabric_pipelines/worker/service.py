@@ -40,7 +40,7 @@ from fabric_pipelines.worker.engines.registry import (
 )
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
 from fabric_pipelines.worker.meter import RunMeter
-from fabric_pipelines.worker.profile_probe import Probed, keep, kept_profile, probe
+from fabric_pipelines.worker.profile_probe import Probed, held, keep, kept_profile, place_of, probe
 from fabric_pipelines.worker.pulse import Pulse
 
 LOG = logging.getLogger("fabric.worker")
@@ -57,6 +57,9 @@ def require_manifest(engine: Engine, device: str) -> None:
         built, declared = getattr(engine.manifest, name), getattr(engine.profile, name)
         if declared > built:
             faults[name] = f"is {built}, below the profile's {declared}"
+    single, cache = engine.manifest.kv_quantisation == "single_pass", engine.profile.kv_cache_tokens
+    if single and cache:
+        faults["kv_cache_tokens"] = f"must be 0 of a single pass, not {cache}"
     if engine.manifest.world_size != 1:
         faults["world_size"] = f"is {engine.manifest.world_size}, but one device runs one engine"
     kind = device_kind(device)
@@ -230,9 +233,10 @@ def _opened(engine: Engine, settings: Settings, device: str) -> Iterator[None]:
             )
         measured = kept_profile(engine, settings.models, device)
         if measured is not None:
-            engine.profile = measured
+            where = place_of(settings.models, engine.name, device)
+            engine.profile = held(measured, engine, where)
             require_manifest(engine, device)
-            LOG.info("profile as measured on this hardware: %s", measured.as_json())
+            LOG.info("profile as measured on this hardware: %s", engine.profile.as_json())
         yield
     finally:
         _close(engine)

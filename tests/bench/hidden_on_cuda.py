@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from fabric_pipelines.models.description import CHECKPOINTS
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.worker.engines import registry
-from fabric_pipelines.worker.engines.checkpoint import CHECKPOINTS, QWEN_7B_SHAPE, describe
+from fabric_pipelines.worker.engines.checkpoint import QWEN_7B_SHAPE, describe
 from tests.tiny_models import lease_of
 
 NAME = "qwen2.5-7b-shape-random-weights@transformers-bf16"

@@ -28,10 +28,11 @@ import pyarrow as pa
 from fabric_pipelines.device import calls
 from fabric_pipelines.device.energy import CardMeter, visible
 from fabric_pipelines.errors import DeviceRefused
+from fabric_pipelines.models.description import CHECKPOINTS
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.worker.engines import registry
-from fabric_pipelines.worker.engines.checkpoint import CHECKPOINTS, QWEN_7B_SHAPE, describe
+from fabric_pipelines.worker.engines.checkpoint import QWEN_7B_SHAPE, describe
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
 from fabric_pipelines.worker.meter import RunMeter
 from tests.bench.hidden_on_cuda import BUDGET, LAYERS, LONGEST, prompts

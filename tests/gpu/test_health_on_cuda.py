@@ -16,7 +16,7 @@ from fabric_pipelines.analytics import kernels, passes, threads
 from fabric_pipelines.analytics.card_tiles import CardTiles
 from fabric_pipelines.analytics.csr import group
 from fabric_pipelines.analytics.gauss_sums import gauss
-from fabric_pipelines.analytics.health import METRICS, TILED, Metric, measure
+from fabric_pipelines.analytics.health import METRICS, TILED, HealthTable, Metric, measure
 from fabric_pipelines.analytics.neighbours import neighbours
 from fabric_pipelines.analytics.reference.row_admit import row_hash
 from fabric_pipelines.analytics.stacks import Members
@@ -75,6 +75,36 @@ def test_every_metric_equals_the_cpu_backend_and_the_table_says_where_it_ran(
     assert (cuda.readings["checksum_mismatch"].value == 0).all()
     assert len(cuda.breaches) == 0
     assert set(cuda.backend.values()) == {"cuda"}
+
+
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+@both("dim,count", [(dim, 20_000) for dim in (31, 128, 384)], [(31, 900)])
+def test_the_silhouette_alone_is_that_of_the_whole_table_and_the_same_bytes_every_time(
+    backend: str, dim: int, count: int, metric: Metric
+) -> None:
+    """Alone nothing of a row comes to the host, and memory, streams and launches of the call before are used again."""
+    rng = np.random.default_rng(dim)
+    labels = rng.integers(0, 20, count)
+    rows = (rng.standard_normal((20, dim))[labels] + rng.standard_normal((count, dim))).astype("f4")
+    rows[5, -1], rows[6], rows[7, 0] = np.nan, 0.0, np.inf
+    csr, _ = group(rows, labels, np.arange(count), 21)
+
+    def found(*only: str) -> HealthTable:
+        return measure(csr.rows, csr.indptr, csr.ids, metric=metric, backend=backend, only=only)  # type: ignore[arg-type]
+
+    rowwise = found("silhouette", "radius_median")
+    alone = [found("silhouette") for _ in range(10 if count > 900 else 3)]
+    assert {len(table.facts.radii.radius2) for table in alone} == {0}
+    assert len(rowwise.facts.radii.radius2) == count
+    one, other = alone[0].readings["silhouette"], rowwise.readings["silhouette"]
+    assert {table.readings["silhouette"].value.tobytes() for table in alone} == {
+        one.value.tobytes()
+    }
+    assert np.array_equal(one.status, other.status)
+    np.testing.assert_allclose(one.value, other.value, rtol=0, atol=1e-14)
+    for name, column in alone[0].aux.items():
+        assert column.tobytes() == rowwise.aux[name].tobytes(), name
+    assert len(alone[0].breaches) == 0
 
 
 @pytest.mark.parametrize("offset", far_away.OFFSETS)

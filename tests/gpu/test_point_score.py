@@ -162,13 +162,17 @@ def test_scores_margins_and_errors_are_the_twins(card: Card) -> None:
     def launch(into: tuple[Any, ...], **blocks: int) -> None:
         launches.rows(card, tuple(given), clusters, unit_there, STRIDE, BOUNDS, into, **blocks)  # type: ignore[arg-type]
 
-    out = {"column": np.zeros((2, STRIDE)), "mark": np.zeros((4, STRIDE), np.uint64)}
+    out = {
+        "column": np.zeros((2, STRIDE)), "margins": np.zeros(COUNT),
+        "mark": np.zeros((4, STRIDE), np.uint64),
+    }  # fmt: skip
     found = run(card, launch, out)
     expected = twin.rows(
         radius2, own2, near2, b, flag, own, within, count, unit,
         rounding=BOUNDS[0], told=BOUNDS[1], narrow=BOUNDS[2],
     )  # fmt: skip
     assert np.array_equal(found["column"][:, :COUNT], expected.column)
+    assert np.array_equal(found["margins"], expected.margin)
     assert np.array_equal(found["mark"][2:, :COUNT], expected.mark)
     assert np.isinf(found["column"][1, good[30]])
     assert (found["column"][0, :COUNT][flag != 0] == 0).all()

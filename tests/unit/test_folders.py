@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fabric_pipelines import settings
-from fabric_pipelines.folders import OS_FOLDERS, FolderOps, OsFolders, make_folders
+from fabric_pipelines.folders import OS_FOLDERS, FolderOps, OsFolders, make_folders, published
 from fabric_pipelines.journal import OsFileOps
 from fabric_pipelines.supervise.place import Place
 
@@ -91,3 +91,39 @@ def test_the_home_that_a_supervisor_makes_outlives_a_power_cut(
     for made in (home, place.runtime_dir, place.log_dir):
         assert made.is_dir()
         assert set(way(made)) <= set(synced)
+
+
+def _made(target: Path, content: str, fails: bool = False) -> None:
+    with published(target) as folder:
+        (folder / "file").write_text(content)
+        if fails:
+            raise ValueError("at the end")
+
+
+def test_a_published_folder_takes_the_place_of_what_was_there_or_leaves_it(tmp_path: Path) -> None:
+    target = tmp_path / "part"
+    _made(target, "first")
+    with pytest.raises(ValueError, match="at the end"):
+        _made(target, "second", fails=True)
+    assert (target / "file").read_text() == "first"
+    _made(target, "third")
+    assert (target / "file").read_text() == "third"
+    assert [path.name for path in tmp_path.iterdir()] == ["part"], "nothing is left beside"
+
+
+def test_a_folder_that_cannot_take_the_place_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "part"
+    _made(target, "first")
+    real = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if to == target and not self.name.endswith("-old"):
+            raise OSError("not now")
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="not now"):
+        _made(target, "second")
+    assert (target / "file").read_text() == "first"

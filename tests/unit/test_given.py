@@ -163,7 +163,7 @@ def test_the_note_of_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_kept_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(name="e@r", fingerprint="f")
-    path = profile_probe._place(tmp_path, engine.name, "cpu:0")
+    path = profile_probe.place_of(tmp_path, engine.name, "cpu:0")
     path.parent.mkdir(parents=True)
     whole = {"fingerprint": "f", "hardware": profile_probe.hardware("cpu:0")}
 

@@ -31,9 +31,10 @@ class Unit(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """column f64 [2, n]: silhouette and error of the own distance; mark u64 [2, n]."""
+    """column f64 [2, n]: silhouette and error of the own distance; margin f64 [n]; mark u64 [2, n]."""
 
     column: F64
+    margin: F64
     mark: U64
 
 
@@ -93,14 +94,15 @@ def rows(
 ) -> Scored:  # fmt: skip
     """near2 f32 [n]: the upper words of the keys; within and count [K]."""
     scale2, reach2, n = unit[0] ** 2, unit[1], count[own].astype(np.float64)
-    out = Scored(np.zeros((2, len(own))), np.zeros((2, len(own)), np.uint64))
+    none = np.zeros((2, len(own)))
+    out = Scored(none, none[0].copy(), none.astype(np.uint64))
     for row in np.flatnonzero(flag == 0):
         away2, other = float(near2[row]) / scale2, float(b[row]) / scale2
         inside = (n[row] * radius2[row] + within[own[row]]) / max(n[row] - 1, 1.0)
         if n[row] >= 2 and max(inside, other) > 0:
             out.column[0, row] = (other - inside) / max(inside, other)
         r, away = np.sqrt(radius2[row]), np.sqrt(away2)
-        margin = (away - r) / (r + away) if r + away > 0 else 0.0
+        margin = out.margin[row] = (away - r) / (r + away) if r + away > 0 else 0.0
         error = abs(float(own2[row]) / scale2 - radius2[row])
         error /= rounding * max(radius2[row] + reach2, np.finfo(float).tiny)
         out.column[1, row] = np.inf if np.isnan(error) else error

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fabric_pipelines import models
 from fabric_pipelines.errors import MissingDependency, UsageError
+from fabric_pipelines.models.description import CHECKPOINTS
 from fabric_pipelines.models.recipes import Limits
 from fabric_pipelines.telemetry import ProgressBoard
 from fabric_pipelines.worker.engines import tensorrt_plan
-from fabric_pipelines.worker.engines.checkpoint import CHECKPOINTS, describe
+from fabric_pipelines.worker.engines.checkpoint import describe
 from fabric_pipelines.worker.engines.names import folder_of
 from fabric_pipelines.worker.engines.plans import PLANS, card_capability, folder_name
 from fabric_pipelines.worker.engines.registry import (
     checkpoint_runtime,
     engine_folder,
     engine_spec,
+    judged,
     plan_runtime,
 )
 from fabric_pipelines.worker.engines.tensorrt_llm_folder import describe_built, is_built
@@ -114,7 +117,7 @@ def _describe_checkpoint(
         raise UsageError(f"there is no folder {folder}: put config.json and the weights into it")
     if checkpoint_runtime(name) == "tensorrt_llm" and is_built(folder):
         _refuse(name, declared.options(said=True), "the engine's own config.json says it")
-        describe_built(folder, eos_ids=eos_ids)
+        describe_built(folder, eos_ids=eos_ids, judge=partial(judged, name))
         return folder
     missing = declared.options(said=False)
     if missing:
@@ -133,6 +136,7 @@ def _describe_checkpoint(
         weight_quantisation=declared.weight_quantisation,
         kv_quantisation=declared.kv_quantisation,
         eos_ids=eos_ids,
+        judge=partial(judged, name),
     )
     return folder
 

@@ -7,23 +7,29 @@ is that of the shape, the text means nothing, and name, facts and fingerprint sa
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fabric_pipelines.errors import ManifestRefused, ModelMissing
 from fabric_pipelines.ids import digest
-from fabric_pipelines.models.description import json_object
-from fabric_pipelines.models.recipes import CONTENTS, MANIFEST, Limits
-from fabric_pipelines.models.sources import sha256_file
+from fabric_pipelines.models.description import CHECKPOINTS, json_object
+from fabric_pipelines.models.facts import CONFIG, beyond, checkpoint_facts
+from fabric_pipelines.models.recipes import MANIFEST, Limits
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.worker.engines.names import folder_of
+from fabric_pipelines.worker.engines.opening import EngineFolder, files_of, publish
 
-CONFIG = "config.json"
-CHECKPOINTS = "checkpoints"  # <model cache>/checkpoints/<engine name>/
-RANDOM, FILES = "random", "files"
+# A number of config.json and the fact that it is.
+FACTS: Mapping[str, str] = MappingProxyType(
+    {
+        "max_position_embeddings": "context",
+        "vocab_size": "vocab_size",
+        "num_hidden_layers": "layers",
+        "hidden_size": "dim",
+    }
+)
 QWEN_7B_SHAPE: Mapping[str, Any] = MappingProxyType(
     {
         "architectures": ["Qwen2ForCausalLM"],
@@ -63,16 +69,12 @@ def describe(
     weight_quantisation: str,
     kv_quantisation: str,
     eos_ids: Iterable[int] = (),
+    judge: Callable[[EngineFolder], object] = lambda folder: None,
 ) -> EngineManifest:
-    """Write manifest and contents beside `config.json`. version: runtime it is bound to ("vllm 0.25.1");
-    eos_ids: token ids that end a generation, none = only the cap does. Weights are read once, for their digest."""
+    """Write manifest and contents beside `config.json`, or refuse and leave those that are there. version: runtime it is
+    bound to ("vllm 0.25.1"); eos_ids: token ids that end a generation, none = only the cap does; judge: see `publish`.
+    Weights are read once, for their digest."""
     config = read_config(folder)
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in (MANIFEST, CONTENTS)
-    }
-    weights = FILES if any(name.endswith(".safetensors") for name in files) else RANDOM
     manifest = EngineManifest.from_json(
         {
             "version": version,
@@ -86,23 +88,28 @@ def describe(
             "max_seq_len": limits.max_seq_len,
         }
     )
-    contents = {
-        "weights_sha256": digest(
-            {"weights": weights, "files": {name: entry["sha256"] for name, entry in files.items()}}
-        ),
-        "files": files,
-        "facts": {
-            "context": config["max_position_embeddings"],
-            "vocab_size": config["vocab_size"],
-            "layers": config.get("num_hidden_layers") or 0,
-            "dim": config.get("hidden_size") or 0,
-            "eos_ids": sorted(eos_ids),
-            "weights": weights,
-        },
-    }
-    (folder / CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True))
-    (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=2))
+    ends = ends_of(eos_ids, config["vocab_size"])
+    files = files_of(folder)
+    facts = {**checkpoint_facts(config, files), "eos_ids": ends}
+    digests = {name: entry["sha256"] for name, entry in files.items()}
+    root = digest({"weights": facts["weights"], "files": digests})
+    described = {"weights_sha256": root, "files": files, "facts": facts}
+    publish(folder, manifest, described, judge)
     return manifest
+
+
+def ends_of(eos_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Sorted and once each, as the fingerprint has them; ManifestRefused for a token that no vocabulary has, before a weight
+    is hashed."""
+    ends = sorted(set(eos_ids))
+    wrong = beyond(ends, vocab_size)
+    if wrong:
+        raise ManifestRefused(
+            f"engine manifest refused: eos_ids {', '.join(map(str, wrong))} (--eos) beyond the vocabulary of {vocab_size} "
+            f"tokens: they are numbers from 0 to {vocab_size - 1}",
+            ("eos_ids",),
+        )
+    return ends
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -120,4 +127,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ManifestRefused(
             f"{folder / CONFIG} has architectures {named!r}, no list of names", ("architecture",)
         )
+    for name in (*needed[1:], "num_hidden_layers", "hidden_size"):
+        value = config.get(name) or 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ManifestRefused(
+                f"{folder / CONFIG} has {name} {value!r}, no whole number", (FACTS[name],)
+            )
     return config

@@ -76,7 +76,8 @@ def built(name: str, folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(name: str, *, cache: Path, device: str = "cpu") -> dict[str, Any]:
-    """Keys engine, fingerprint, weights_sha256, files. DigestMismatch names a file that is not the one described."""
+    """Keys engine, fingerprint, earlier_fingerprint (as programs before December 2026 wrote it on completions, profiles and
+    receipts), weights_sha256, files. DigestMismatch names a file that is not the one described."""
     engine = construct_engine(name, cache=cache, threads=1, device=device)
     folder = engine_folder(name, cache)
     models.require_whole(folder)
@@ -84,6 +85,7 @@ def fingerprint(name: str, *, cache: Path, device: str = "cpu") -> dict[str, Any
     return {
         "engine": name,
         "fingerprint": engine.fingerprint,
+        "earlier_fingerprint": engine.manifest.earlier_fingerprint(described["weights_sha256"]),
         "weights_sha256": described["weights_sha256"],
         "files": len(described["files"]),
     }

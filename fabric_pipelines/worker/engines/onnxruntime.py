@@ -78,6 +78,7 @@ class OnnxRuntimeEngine(SteppingEngine):
         models.require_whole(self._folder.path)
         self._session = self._open_session(str(self._folder.path / GRAPH))
         self._graph = graph_facts(self._folder.path / GRAPH)
+        models.require_facts(self._folder.path, models.contents(self._folder.path), graph=True)
 
     def introspect(self) -> Mapping[str, Told]:
         graph = self._graph

@@ -7,16 +7,21 @@ contents and runtime is refused with the names of the fields at fault.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.errors import ManifestRefused
+from fabric_pipelines import models
+from fabric_pipelines.errors import ManifestRefused, StorageFailed
 from fabric_pipelines.models import contents
-from fabric_pipelines.models.description import TwiceNamed, json_object, remedy
-from fabric_pipelines.models.recipes import MANIFEST
+from fabric_pipelines.models.description import TwiceNamed, checked, json_object, remedy
+from fabric_pipelines.models.recipes import CONTENTS, MANIFEST
+from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.manifest import EngineManifest
+
+DRAFT = ".draft-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,51 @@ class EngineFolder:
 
 
 def read_folder(path: Path) -> EngineFolder:
-    """Manifest, fingerprint and facts of a part; checks them against each other and the files' sizes."""
-    manifest = EngineManifest.from_json(_nine_fields(path))
-    described = contents(path)
+    """Manifest, fingerprint and facts of a part; checks them against each other, the files' sizes and what the small ones
+    say."""
+    return _judged(path, EngineManifest.from_json(_nine_fields(path)), contents(path))
+
+
+def publish(
+    path: Path,
+    manifest: EngineManifest,
+    described: Mapping[str, Any],
+    judge: Callable[[EngineFolder], object] = lambda folder: None,
+) -> None:
+    """Write both files of an engine folder, or refuse and leave what is there. judge: refuses what would not open, by
+    constructing the engine. Each file takes its place whole; between the two an engine is what both say together."""
+    judge(_judged(path, manifest, checked(path, {**described})))
+    for name, value, sort in ((CONTENTS, described, True), (MANIFEST, manifest.as_json(), False)):
+        draft = path / f"{DRAFT}{name}.{os.getpid()}"
+        try:
+            with draft.open("w") as stream:
+                stream.write(json.dumps(value, indent=2, sort_keys=sort))
+                stream.flush()
+                os.fsync(stream.fileno())
+            draft.replace(path / name)
+        except OSError as fault:
+            draft.unlink(missing_ok=True)
+            raise StorageFailed(
+                f"{path / name} cannot be written ({fault.strerror or fault}): free some space, or see whether the folder "
+                "may be written"
+            ) from fault
+
+
+def files_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Name to size and sha256 of the files that a description speaks of: all but itself."""
+    return {
+        file.name: {"size": file.stat().st_size, "sha256": sha256_file(file)}
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.name not in (MANIFEST, CONTENTS) and not is_draft(file.name)
+    }
+
+
+def is_draft(name: str) -> bool:
+    """Of a description that a killed build left."""
+    return name.startswith(DRAFT)
+
+
+def _judged(path: Path, manifest: EngineManifest, described: Mapping[str, Any]) -> EngineFolder:
     facts = described["facts"]
     too_long = [
         name
@@ -56,7 +103,9 @@ def read_folder(path: Path) -> EngineFolder:
             raise ManifestRefused(
                 f"{path / name} has not the size it was written with: {remedy(path)}"
             )
-    return EngineFolder(path, manifest, manifest.fingerprint(described["weights_sha256"]), facts)
+    models.require_facts(path, described)
+    fingerprint = manifest.fingerprint(described["weights_sha256"], facts)
+    return EngineFolder(path, manifest, fingerprint, facts)
 
 
 def _nine_fields(path: Path) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def plan_folder(
     """The folder of the plan to open. ModelMissing when none was built, DeviceRefused when several were and none is
     for the card."""
     home = folder_of(cache / PLANS, name)
-    folders = sorted(path.parent for path in home.glob(f"*/{MANIFEST}"))
+    # Not those that a build is about to publish, or that a killed one left.
+    folders = sorted(path.parent for path in home.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
         raise ModelMissing(
             f"engine {name!r} has no plan in {home}: run `fabric engine build {name}`"

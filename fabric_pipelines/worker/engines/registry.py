@@ -213,6 +213,13 @@ def construct_engine(
     return engine_spec(name).build(name, folder, threads)
 
 
+def judged(name: str, folder: EngineFolder) -> Engine:
+    """A checkpoint's engine as its folder would open it, not opened: ManifestRefused for what it does not serve."""
+    runtime = checkpoint_runtime(name)
+    assert runtime is not None, f"{name} is no described checkpoint"
+    return CHECKPOINT_ENGINES[runtime](name, folder, Opening(1, "cpu", None))
+
+
 def engine_folder(name: str, cache: Path) -> Path:
     """Where the engine lies in the model cache; ModelMissing when it was not built there."""
     if checkpoint_runtime(name) is not None:

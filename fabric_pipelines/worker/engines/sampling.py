@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from fabric_pipelines.worker.engines.tasks import Task
+from fabric_pipelines.worker.engines.tasks import EMPTY, Task
 
 SAMPLING_KEYS = frozenset({"kind", "temperature", "top_k", "top_p", "seed", "repetition_penalty"})
 PASS_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -59,6 +59,8 @@ def wanted_number(name: str, value: object) -> str:
 
 def generation_objection(task: Task, vocab_size: int, keys: frozenset[str]) -> str | None:
     """Why an engine that takes requests one by one cannot serve this task, or None."""
+    if task.length == 0:
+        return EMPTY
     if task.max_new_tokens < 1:
         return "max_new_tokens is 0; a generation needs at least 1"
     if int(task.tokens.max()) >= vocab_size:

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import EngineFailed, FabricError, ManifestRefused
+from fabric_pipelines.models.description import remedy_of_files
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.profile import Profile
@@ -27,6 +28,7 @@ from fabric_pipelines.worker.engines.agreement import Told, require_agreement
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
 from fabric_pipelines.worker.engines.one_thread import OneThread
+from fabric_pipelines.worker.engines.opening import EngineFolder
 from fabric_pipelines.worker.engines.tasks import (
     Outbox,
     Outcome,
@@ -51,6 +53,7 @@ class SteppingEngine(ABC):
     """Subclasses load and free the runtime, judge a task, cut a step and run it. steps_most: begun and not ended."""
 
     steps_most = 1
+    _folder: EngineFolder  # of those that are opened from files
 
     def __init__(
         self,
@@ -109,10 +112,9 @@ class SteppingEngine(ABC):
             except FabricError:
                 raise
             except Exception as fault:
-                raise EngineFailed(
-                    f"{self.name} cannot be loaded ({fault}): delete its folder in the model cache and run "
-                    "`fabric models pull` again"
-                ) from fault
+                folder: EngineFolder | None = getattr(self, "_folder", None)
+                way = "" if folder is None else f": {remedy_of_files(folder.path)}"
+                raise EngineFailed(f"{self.name} cannot be loaded ({fault}){way}") from fault
             try:
                 require_agreement(self.manifest, self.name, self.introspect())
             except ManifestRefused:

@@ -20,6 +20,7 @@ from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.records.shape import sampling_digest
 from fabric_pipelines.worker.engines.faults import told
 
+EMPTY = "its prompt is empty: a task has at least one token"
 FP16_MAX = float(np.finfo(np.float16).max)
 
 
@@ -102,6 +103,8 @@ def refusal_of(
     task: Task, limits: EngineManifest, engine: str, judge: Callable[[Task], str | None]
 ) -> Outcome | None:
     """Why the engine does not take `task`: its length, or what `judge` says of its sampling; None where it is taken."""
+    if task.length == 0:
+        return refused(task, "error", "UsageError", EMPTY)
     too_long = oversized(task, limits, engine)
     if too_long is not None:
         return too_long

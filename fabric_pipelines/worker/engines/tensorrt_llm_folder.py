@@ -8,17 +8,17 @@ library's PyTorch backend; its sizes are said when it is described.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.ids import digest
-from fabric_pipelines.models.recipes import CONTENTS, MANIFEST
-from fabric_pipelines.models.sources import sha256_file
+from fabric_pipelines.models.facts import CONFIG, built_facts
 from fabric_pipelines.records.manifest import EngineManifest
-from fabric_pipelines.worker.engines.checkpoint import CONFIG, FILES, read_config
+from fabric_pipelines.worker.engines.checkpoint import ends_of, read_config
+from fabric_pipelines.worker.engines.opening import EngineFolder, files_of, publish
 
 BUILT = "rank0.engine"
 QUANTISED = "hf_quant_config.json"  # beside a checkpoint that ModelOpt quantised
@@ -109,8 +109,14 @@ def _at(config: Any, path: str) -> tuple[bool, Any]:
     return True, config
 
 
-def describe_built(folder: Path, *, eos_ids: Iterable[int]) -> EngineManifest:
-    """Write manifest and contents beside a built engine, whose own config.json says everything but the end tokens."""
+def describe_built(
+    folder: Path,
+    *,
+    eos_ids: Iterable[int],
+    judge: Callable[[EngineFolder], object] = lambda folder: None,
+) -> EngineManifest:
+    """Write manifest and contents beside a built engine, whose own config.json says everything but the end tokens; or refuse
+    and leave those that are there. judge: see `publish`."""
     manifest = EngineManifest.from_json(built_fields(folder))
     config = json.loads((folder / CONFIG).read_bytes())
     lacking = [
@@ -123,23 +129,10 @@ def describe_built(folder: Path, *, eos_ids: Iterable[int]) -> EngineManifest:
             f"{folder / CONFIG} lacks {', '.join(lacking)} in pretrained_config", tuple(lacking)
         )
     shape = config["pretrained_config"]
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in (MANIFEST, CONTENTS)
-    }
-    contents = {
-        "weights_sha256": digest({name: entry["sha256"] for name, entry in files.items()}),
-        "files": files,
-        "facts": {
-            "context": shape["max_position_embeddings"],
-            "vocab_size": shape["vocab_size"],
-            "eos_ids": sorted(eos_ids),
-            "weights": FILES,
-        },
-    }
-    (folder / CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True))
-    (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=2))
+    facts = {**built_facts(shape), "eos_ids": ends_of(eos_ids, shape["vocab_size"])}
+    files = files_of(folder)
+    root = digest({name: entry["sha256"] for name, entry in files.items()})
+    publish(folder, manifest, {"weights_sha256": root, "files": files, "facts": facts}, judge)
     return manifest
 
 

@@ -8,19 +8,26 @@ Speed of either is not measured by this project.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fabric_pipelines.errors import DeviceRefused, EngineFailed, MissingDependency, UsageError
+from fabric_pipelines.errors import (
+    DeviceRefused,
+    EngineFailed,
+    MissingDependency,
+    StorageFailed,
+    UsageError,
+)
+from fabric_pipelines.folders import published
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models.onnx_graph import graph_facts, pooled
-from fabric_pipelines.models.recipes import CONTENTS, MANIFEST
 from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.manifest import EngineManifest
+from fabric_pipelines.worker.engines.opening import publish
 
 PLAN = "plan.engine"
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -85,7 +92,8 @@ def build_plan(
     vocab_size: int,
     capabilities: Sequence[tuple[int, int]],
 ) -> EngineManifest:
-    """Build the plan, then write manifest and contents beside it. capabilities: the cards it is for; TensorRT takes
+    """Build the plan, then put it, manifest and contents in the place of what is there, which stays as it is when anything is
+    refused. capabilities: the cards it is for; TensorRT takes
     exactly the one of the card at hand. UsageError for layers or sizes that the trunk has not, EngineFailed with
     the parser's or builder's words."""
     facts = graph_facts(trunk)
@@ -103,8 +111,6 @@ def build_plan(
     plan = _built(
         trt, trunk, graph, facts.architecture, facts.weight_quantisation, ends, step, capabilities
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLAN).write_bytes(plan)
     manifest = EngineManifest.from_json(
         {
             "version": f"{runtime} {trt.__version__}",
@@ -118,8 +124,8 @@ def build_plan(
             "max_seq_len": step.tokens,
         }
     )
-    entry = {"size": len(plan), "sha256": sha256_file(folder / PLAN)}
-    contents = {
+    entry = {"size": len(plan), "sha256": hashlib.sha256(plan).hexdigest()}
+    described = {
         "weights_sha256": digest({PLAN: entry["sha256"]}),
         "files": {PLAN: entry},
         "facts": {
@@ -132,8 +138,15 @@ def build_plan(
             "trunk_sha256": sha256_file(trunk),
         },
     }
-    (folder / CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True))
-    (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=2))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with published(folder) as beside:
+            (beside / PLAN).write_bytes(plan)
+            publish(beside, manifest, described)
+    except OSError as fault:
+        raise StorageFailed(
+            f"the plan {folder} cannot be written ({fault.strerror or fault}): free some space"
+        ) from fault
     return manifest
 
 

@@ -24,10 +24,11 @@ import psutil
 from fabric_pipelines import models
 from fabric_pipelines.device import calls
 from fabric_pipelines.errors import DeviceRefused, ManifestRefused, MissingDependency
+from fabric_pipelines.models.facts import RANDOM
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.worker.engines import varlen
 from fabric_pipelines.worker.engines.agreement import Told, require_served
-from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
+from fabric_pipelines.worker.engines.checkpoint import read_config
 from fabric_pipelines.worker.engines.cuts import by_length, in_order
 from fabric_pipelines.worker.engines.door import Capabilities
 from fabric_pipelines.worker.engines.one_thread import OneThread

@@ -22,12 +22,13 @@ import pyarrow as pa
 from fabric_pipelines import models
 from fabric_pipelines.clock import SYSTEM_CLOCK, Clock
 from fabric_pipelines.errors import EngineFailed, ManifestRefused, MissingDependency, UsageError
+from fabric_pipelines.models.facts import RANDOM
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.settings import range_of
 from fabric_pipelines.worker.engines.agreement import Told, require_agreement, require_served
 from fabric_pipelines.worker.engines.by_request import ByRequest
-from fabric_pipelines.worker.engines.checkpoint import RANDOM, read_config
+from fabric_pipelines.worker.engines.checkpoint import read_config
 from fabric_pipelines.worker.engines.door import Capabilities, EngineStats
 from fabric_pipelines.worker.engines.faults import told
 from fabric_pipelines.worker.engines.opening import EngineFolder, require

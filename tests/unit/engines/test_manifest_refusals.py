@@ -19,6 +19,7 @@ import pytest
 from fabric_pipelines import models
 from fabric_pipelines.errors import ManifestRefused
 from fabric_pipelines.models.ctranslate2_file import ModelFile, read_model_file
+from fabric_pipelines.models.facts import roots
 from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.worker.engines import ctranslate2, registry
@@ -158,6 +159,7 @@ def _other_structure(name: str, folder: Path, patch: pytest.MonkeyPatch) -> None
     path.write_bytes(graph.SerializeToString())
     described = json.loads((folder / "contents.json").read_text())
     described["files"]["trunk.onnx"] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    (described["weights_sha256"],) = roots(described)
     (folder / "contents.json").write_text(json.dumps(described))
 
 

@@ -18,6 +18,8 @@ from fabric_pipelines.errors import (
     ModelMissing,
     UsageError,
 )
+from fabric_pipelines.models.facts import roots
+from fabric_pipelines.models.sources import sha256_file
 from fabric_pipelines.worker.engines import registry
 from fabric_pipelines.worker.engines.opening import read_folder
 
@@ -118,7 +120,9 @@ def test_a_file_that_the_runtime_cannot_read_is_one_sentence(
     path = _folder(name, own_cache) / file
     path.write_bytes(b"\xff" * path.stat().st_size)
     monkeypatch.setattr(models, "require_whole", lambda folder: None)
-    with pytest.raises(EngineFailed, match=r"cannot be loaded (.|\n)*run `fabric models pull`"):
+    with pytest.raises(
+        EngineFailed, match=r"cannot be loaded (.|\n)*run `fabric models pull tiny-llama` again"
+    ):
         registry.open_engine(name, cache=own_cache, threads=1)
 
 
@@ -128,8 +132,12 @@ def test_the_fingerprint_follows_manifest_and_weights(own_cache: Path) -> None:
     assert read_folder(folder).fingerprint == first
     _edit(folder, max_batch_size=2)
     second = read_folder(folder).fingerprint
-    contents = json.loads((folder / "contents.json").read_text())
-    (folder / "contents.json").write_text(json.dumps({**contents, "weights_sha256": "0" * 64}))
+    model = folder / "model.bin"
+    model.write_bytes(model.read_bytes()[::-1])
+    described = json.loads((folder / "contents.json").read_text())
+    described["files"]["model.bin"]["sha256"] = sha256_file(model)
+    (described["weights_sha256"],) = roots(described)
+    (folder / "contents.json").write_text(json.dumps(described))
     assert len({first, second, read_folder(folder).fingerprint}) == 3
 
 

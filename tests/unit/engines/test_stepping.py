@@ -34,6 +34,9 @@ class Gate:
     short: bool = False
 
 
+UNJUDGED = 14
+
+
 class Toy(SteppingEngine):
     def __init__(self, gate: Gate) -> None:
         super().__init__(
@@ -56,7 +59,8 @@ class Toy(SteppingEngine):
         self.freed += 1
 
     def _objection(self, task: Task) -> str | None:
-        assert len(task.tokens), "a prompt has tokens"
+        if UNJUDGED in task.tokens:
+            raise IndexError("beyond the end")
         return "13 is not served" if 13 in task.tokens else None
 
     def _cut(self, pending: Sequence[Task]) -> list[Task]:
@@ -205,10 +209,19 @@ def test_what_had_ended_is_handed_out_before_the_engine_says_it_is_broken(
 
 def test_a_task_that_cannot_even_be_judged_is_refused_alone(engine: Toy, gate: Gate) -> None:
     gate.opened.set()
-    engine.submit(lease_of([[1], [], [1]], ANY))
+    engine.submit(lease_of([[1], [UNJUDGED], [1]], ANY))
     rows = drain(engine)
     assert [rows[task]["status"] for task in range(3)] == ["ok", "refused", "ok"]
     assert "cannot be judged" in rows[1]["error_text"]
+
+
+def test_an_empty_prompt_is_refused_in_our_words(engine: Toy, gate: Gate) -> None:
+    """They were NumPy's: zero-size array to reduction operation maximum which has no identity."""
+    gate.opened.set()
+    engine.submit(lease_of([[1], [], [1]], ANY))
+    rows = drain(engine)
+    assert [rows[task]["status"] for task in range(3)] == ["ok", "refused", "ok"]
+    assert rows[1]["error_text"] == "its prompt is empty: a task has at least one token"
 
 
 def test_a_bug_of_ours_is_not_dressed_up_as_a_failed_task(engine: Toy, gate: Gate) -> None:

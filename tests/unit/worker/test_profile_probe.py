@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fabric_pipelines.errors import EngineFailed, UsageError
+from fabric_pipelines.errors import EngineFailed, StorageFailed, UsageError
 from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.records.profile import Profile
 from fabric_pipelines.testing.scripted_engine import ScriptedEngine
@@ -140,6 +140,30 @@ def test_a_damaged_profile_is_one_sentence_with_the_remedy(tmp_path: Path) -> No
         path.write_text(content)
         with pytest.raises(UsageError, match="run `fabric engine probe scripted@scripted` again"):
             kept_profile(engine, tmp_path, "cpu:0")
+
+
+def test_something_else_in_the_place_of_a_profile_is_one_sentence(tmp_path: Path) -> None:
+    """It was a raw IsADirectoryError."""
+    engine = costed(lambda tokens: 1e-5 + tokens * 1e-5)
+    found = probed(engine)
+    path = keep(found, tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UsageError, match=rf"{path} cannot be read \(Is a directory\): remove it"):
+        kept_profile(engine, tmp_path, "cpu:0")
+    with pytest.raises(StorageFailed, match=rf"cannot be kept in {path} \(Is a directory\)"):
+        keep(found, tmp_path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_profile_of_another_fingerprint_is_said_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = costed(lambda tokens: 1e-5 + tokens * 1e-5)
+    path = keep(replace(probed(engine), fingerprint="f" * 64), tmp_path)
+    assert kept_profile(engine, tmp_path, "cpu:0") is None
+    assert f"the profile kept in {path} is of another fingerprint and not used" in caplog.text
+    assert "run `fabric engine probe scripted@scripted` again" in caplog.text
 
 
 def test_hardware_names_the_processor_or_the_card(

@@ -160,6 +160,58 @@ def test_a_measured_profile_is_declared_and_one_beyond_the_manifest_is_refused(
         pytest.fail("a profile beyond the manifest was taken")
 
 
+@pytest.mark.parametrize(
+    ("engine", "changed", "field"),
+    [
+        ("generate", {"max_batch_size": 5}, "max_batch_size"),
+        ("generate", {"max_num_tokens": 65}, "max_num_tokens"),
+        ("generate", {"window_tokens": 8 * 64 + 1}, "window_tokens"),
+        ("generate", {"kv_cache_tokens": 0}, "kv_cache_tokens"),
+        ("embed", {"kv_cache_tokens": 10**9}, "kv_cache_tokens"),
+    ],
+)
+def test_each_number_of_a_kept_profile_that_no_probe_gave_is_refused_by_name(
+    home_settings: Settings, tmp_path: Path, engine: str, changed: dict[str, int], field: str
+) -> None:
+    """The cache and the window were taken as they stood there: a single pass of 10^9 tokens of cache ran."""
+    settings = replace(home_settings, models=tmp_path)
+    own = Profile(4, 64, 0 if engine == "embed" else 256, 64)
+
+    def made() -> ScriptedEngine:
+        return ScriptedEngine(kind=engine, profile=own)
+
+    first = made()
+    first.open()
+    found = probe(first, device="cpu:0", vocab_size=100, layer=1)
+    kept = replace(Profile(4, 64, first.profile.kv_cache_tokens, 8 * 64), **changed)
+    path = keep(replace(found, profile=kept), settings.models)
+    with (
+        pytest.raises(ManifestRefused, match=rf"{path}.*{field} is.*fabric engine probe") as no,
+        _opened(made(), settings, "cpu:0"),
+    ):
+        pytest.fail("a profile that promises more was taken")
+    assert no.value.fields == (field,)
+
+
+def test_a_card_with_less_free_memory_than_at_the_probe_declares_what_it_opened_with(
+    home_settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(home_settings, models=tmp_path)
+    engine = ScriptedEngine()
+    engine.open()
+    keep(probe(engine, device="cpu:0", vocab_size=100, layer=1), settings.models)
+    tight = ScriptedEngine(profile=Profile(4, 64, 200, 64))
+    with _opened(tight, settings, "cpu:0"):
+        assert tight.profile.kv_cache_tokens == 200
+    assert "kv_cache_tokens 256, and scripted@scripted opened with 200" in caplog.text
+
+
+def test_a_single_pass_declares_no_cache() -> None:
+    engine = ScriptedEngine(kind="embed", profile=Profile(4, 64, 256, 64))
+    with pytest.raises(ManifestRefused, match="kv_cache_tokens must be 0 of a single pass"):
+        require_manifest(engine, "cpu:0")
+
+
 class Beats:
     """Counts renewals; the first `failures` of them find no broker."""
 
