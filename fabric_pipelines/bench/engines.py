@@ -19,6 +19,7 @@ import psutil
 import pyarrow as pa
 
 from fabric_pipelines import settings
+from fabric_pipelines.errors import FabricError
 from fabric_pipelines.records.lease import LEASE_SCHEMA, Lease
 from fabric_pipelines.telemetry import timed
 from fabric_pipelines.worker.engines.door import Engine
@@ -135,4 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except FabricError as fault:
+        sys.stderr.write(f"{fault}\n")
+        sys.exit(fault.exit_code)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ import numpy.typing as npt
 from fabric_pipelines.bench import behind
 from fabric_pipelines.broker.client import BrokerClient
 from fabric_pipelines.device.energy import CardMeter, visible
-from fabric_pipelines.errors import DeviceRefused, StorageFailed
+from fabric_pipelines.errors import (
+    DeviceRefused,
+    FabricError,
+    MissingDependency,
+    StorageFailed,
+)
 from fabric_pipelines.ids import digest
 from fabric_pipelines.models.description import CHECKPOINTS
 from fabric_pipelines.models.recipes import Limits
@@ -352,8 +358,10 @@ def open_shape(
     cache: Path, quantisation: str, limits: Limits, options: VllmOptions
 ) -> tuple[VllmEngine, float]:
     """An open engine with random weights in the shape of Qwen2.5-7B, and the seconds it took."""
-    from importlib.metadata import version
-
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        raise MissingDependency("vllm", "vllm", "this benchmark") from None
     name = f"qwen2.5-7b-shape-random-weights@vllm-{quantisation}"
     folder = cache / CHECKPOINTS / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -361,7 +369,7 @@ def open_shape(
     describe(
         folder,
         limits,
-        version=f"vllm {version('vllm')}",
+        version=f"vllm {installed}",
         weight_quantisation=quantisation,
         kv_quantisation=quantisation,
     )
@@ -453,4 +461,8 @@ def _say(told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except FabricError as fault:
+        sys.stderr.write(f"{fault}\n")
+        sys.exit(fault.exit_code)

@@ -60,10 +60,12 @@ def name(facts: Mapping[str, Any]) -> str:
 
 def summary(facts: Mapping[str, Any]) -> str:
     """One line for a person."""
-    busy = facts["device_busy_share"]
+    card = facts["device_busy_share"]
+    # without events of the card it is the time in which the engine had a step, and the card may idle within it
+    busy, whose = (facts["busy_share"], "engine") if card is None else (card, "card")
     line = (
         f"{facts['prompt_tokens_per_s']:,.0f} tokens a second in, {facts['output_tokens_per_s']:,.0f} out; "
-        f"busy {100 * (facts['busy_share'] if busy is None else busy):.0f} %, "
+        f"{whose} busy {100 * busy:.0f} %, "
         f"batches {100 * facts['batch_fill']:.0f} % full, prefix hits {100 * facts['prefix_hit_share']:.0f} %, "
         f"padding {100 * facts['padding_share']:.1f} %"
     )

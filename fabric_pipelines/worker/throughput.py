@@ -98,7 +98,7 @@ class Throughput:
         return (
             f"{self.ok:,} tasks ok, {self.refused:,} refused, {self.failed:,} failed; "
             f"{stats.computed_tokens:,} prompt + {stats.generated_tokens:,} new tokens "
-            f"({rate:,.0f}/s), {stats.padded_tokens:,} padding; busy {share:.0f} %, "
+            f"({rate:,.0f}/s), {stats.padded_tokens:,} padding; engine busy {share:.0f} %, "
             f"{self.idle_gaps} idle gaps ({self.idle_s:.1f} s), "
             f"{self.lane_switches} lane switches, rung {rung}"
         )

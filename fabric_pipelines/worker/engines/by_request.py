@@ -27,7 +27,7 @@ class RequestDriver(ABC):
         self._name, self._clock = name, clock
         self._changed = threading.Condition()
         self._answers: list[Any] = []
-        self._fault: Exception | None = None
+        self._fault: BaseException | None = None
         self.busy_s = 0.0
 
     def take(self, timeout_s: float) -> list[Any]:
@@ -44,8 +44,9 @@ class RequestDriver(ABC):
         if self._fault is None and (wedged := self._wedged()):
             self._fault = RuntimeError(wedged)
         if self._fault is not None:
+            kind, text = type(self._fault).__name__, str(self._fault).strip()
             raise EngineFailed(
-                f"{self._name} failed: {type(self._fault).__name__}: {self._fault}"
+                f"{self._name} failed: {kind}: {text}" if text else f"{self._name} failed: {kind}"
             ) from self._fault
 
     @abstractmethod

@@ -31,6 +31,8 @@ def is_judgement(fault: BaseException) -> bool:
 
 
 def told(fault: BaseException) -> str:
-    """For the task that failed by it."""
-    kind = "" if type(fault) is RuntimeError else f"{type(fault).__name__}: "
-    return f"{kind}{fault}"
+    """For the task that failed by it, or as the end of a sentence: a MemoryError and many others say nothing of themselves."""
+    kind, text = type(fault).__name__, str(fault).strip()
+    if not text:
+        return kind
+    return text if type(fault) is RuntimeError else f"{kind}: {text}"

@@ -114,7 +114,7 @@ class SteppingEngine(ABC):
             except Exception as fault:
                 folder: EngineFolder | None = getattr(self, "_folder", None)
                 way = "" if folder is None else f": {remedy_of_files(folder.path)}"
-                raise EngineFailed(f"{self.name} cannot be loaded ({fault}){way}") from fault
+                raise EngineFailed(f"{self.name} cannot be loaded ({told(fault)}){way}") from fault
             try:
                 require_agreement(self.manifest, self.name, self.introspect())
             except ManifestRefused:
@@ -125,7 +125,7 @@ class SteppingEngine(ABC):
             except Exception as fault:
                 self._free()
                 raise EngineFailed(
-                    f"{self.name} cannot take a step of its largest size ({fault}): describe it with a smaller "
+                    f"{self.name} cannot take a step of its largest size ({told(fault)}): describe it with a smaller "
                     "--max-num-tokens or --max-batch-size"
                 ) from fault
             self._thread = OneThread(self.name)
@@ -210,9 +210,11 @@ class SteppingEngine(ABC):
             return
         self._failed_steps += 1
         if ends_engine(fault):
-            why = f"{self.name} is broken: {fault}"
+            why = f"{self.name} is broken: {told(fault)}"
         elif self._failed_steps >= FAILED_STEPS_MAX:
-            why = f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
+            why = (
+                f"{self.name} failed {self._failed_steps} steps in a row, last with: {told(fault)}"
+            )
         else:
             return
         self._pending = [*step.tasks, *self._pending]

@@ -348,7 +348,7 @@ class TensorRtEngine:
             self._failed_steps += 1
             if ends_engine(fault) or self._failed_steps >= FAILED_STEPS_MAX:
                 raise EngineFailed(
-                    f"{self.name} failed {self._failed_steps} steps in a row, last with: {fault}"
+                    f"{self.name} failed {self._failed_steps} steps in a row, last with: {told(fault)}"
                 ) from fault
         self._end(slot, [failed(task, "EngineFailed", told(fault)) for task in slot.tasks])
 

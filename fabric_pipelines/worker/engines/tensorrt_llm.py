@@ -120,7 +120,9 @@ class TensorRtLlmEngine(ByRequest[Driver]):
         try:
             self.llm = backend.LLM(**self._arguments())
         except Exception as fault:
-            raise EngineFailed(f"{self.name} cannot be loaded by TensorRT-LLM: {fault}") from fault
+            raise EngineFailed(
+                f"{self.name} cannot be loaded by TensorRT-LLM: {told(fault)}"
+            ) from fault
         try:
             require_agreement(self.manifest, self.name, self.introspect())
         except ManifestRefused:

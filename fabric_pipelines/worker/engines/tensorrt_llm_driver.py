@@ -106,7 +106,15 @@ class Driver(RequestDriver):
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except (
+            BaseException
+        ) as fault:  # a library that calls exit() ends this thread, and nobody would serve again
+            with self._changed:
+                self._fault = self._fault or fault
+                self._changed.notify_all()
+            raise
         for task in self._tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
@@ -143,15 +151,21 @@ class Driver(RequestDriver):
                 self._end(request, None, refusal=why)
             else:
                 self._broke(request, fault)
+        except (
+            asyncio.CancelledError
+        ) as fault:  # no Exception, and nobody here cancels before the end
+            if self._closing:
+                raise
+            self._broke(request, fault)
         else:
             self._failed = 0
             self._end(request, output)
 
-    def _broke(self, request: Request, fault: Exception) -> None:
+    def _broke(self, request: Request, fault: BaseException) -> None:
         """One request may break alone; several in a row are the runtime's end, and stay unfinished."""
         self._failed += 1
         if self._failed < FAILED_STEPS_MAX and not ends_engine(fault):
-            self._end(request, None, fault=f"{type(fault).__name__}: {fault}")
+            self._end(request, None, fault=told(fault))
             return
         with self._changed:
             self._fault = self._fault or fault

@@ -182,7 +182,7 @@ class VllmEngine(ByRequest[Driver]):
         try:
             self.llm = self._runtime.LLM(**self._arguments())
         except Exception as fault:
-            raise EngineFailed(f"{self.name} cannot be loaded by vLLM: {fault}") from fault
+            raise EngineFailed(f"{self.name} cannot be loaded by vLLM: {told(fault)}") from fault
         try:
             require_agreement(self.manifest, self.name, self.introspect())
         except ManifestRefused:

@@ -13,7 +13,7 @@ from fabric_pipelines.records.lease import Lease
 from fabric_pipelines.testing.scripted_broker import ScriptedBroker, ScriptedTask
 from fabric_pipelines.worker.engines import ctranslate2
 from fabric_pipelines.worker.engines.door import Engine
-from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement
+from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, told
 from fabric_pipelines.worker.engines.sampling import REAL, WHOLE, sampling_objection
 from fabric_pipelines.worker.engines.tasks import Task
 from fabric_pipelines.worker.loop import Pace, WorkerLoop
@@ -83,6 +83,12 @@ def test_what_no_engine_takes_is_refused_by_its_name(name: str, wrong: tuple[Any
     assert [sampling_objection({"kind": "generate", name: end}) for end in ends] == [None] * len(
         ends
     )
+
+
+def test_a_fault_that_says_nothing_of_itself_is_told_by_its_name() -> None:
+    assert told(MemoryError()) == "MemoryError"
+    assert told(KeyError("x")) == "KeyError: 'x'"
+    assert (told(RuntimeError("why")), told(RuntimeError())) == ("why", "RuntimeError")
 
 
 @pytest.mark.parametrize("fault", [ValueError("x"), TypeError("x"), IndexError("x"), KeyError("x")])

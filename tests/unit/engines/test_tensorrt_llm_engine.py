@@ -5,6 +5,7 @@ Proves our half: no TensorRT-LLM engine was run by this project, and no speed is
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
 import inspect
@@ -12,15 +13,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fabric_pipelines.clock import SYSTEM_CLOCK
 from fabric_pipelines.errors import DigestMismatch, EngineFailed, ManifestRefused, MissingDependency
 from fabric_pipelines.records.manifest import EngineManifest
 from fabric_pipelines.worker.engines import registry, tensorrt_llm_driver
 from fabric_pipelines.worker.engines.tasks import tasks_of
 from fabric_pipelines.worker.engines.tensorrt_llm import TensorRtLlmEngine
+from fabric_pipelines.worker.engines.tensorrt_llm_driver import Driver, Request
 from fabric_pipelines.worker.engines.tensorrt_llm_folder import NINE, describe_built
 from tests.engine_conformance import Conformance, Subject
 from tests.support import eventually
@@ -243,6 +247,49 @@ def test_a_wedged_runtime_is_said_after_its_time(
         polled_until_it_fails(engine, {}, wait_s=0.1)
     assert engine.unfinished() == [0]
     engine.close()
+
+
+class _Answers:
+    """What `generate_async` gives: each request awaits, then ends as `ends` says of its task."""
+
+    def __init__(self, request: Request, ends: dict[int, BaseException]) -> None:
+        self._fault = ends.get(request.task.task_id)
+
+    async def aresult(self) -> Any:
+        await asyncio.sleep(0.01)
+        if self._fault is not None:
+            raise self._fault
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], finish_reason="length")])
+
+
+def _driven(ends: dict[int, BaseException], count: int) -> Driver:
+    driver = Driver(
+        lambda request: _Answers(request, ends), "trt", inside_max=4, clock=SYSTEM_CLOCK
+    )
+    driver.add([Request(SimpleNamespace(task_id=n), None) for n in range(count)])  # type: ignore[arg-type]
+    return driver
+
+
+def test_a_request_that_the_library_cancels_is_answered_and_held_by_nobody() -> None:
+    """asyncio.CancelledError is no Exception."""
+    driver = _driven({1: asyncio.CancelledError()}, 4)
+    answers: list[Any] = []
+    eventually(lambda: answers.extend(driver.take(0.1)) or len(answers) == 4, within_s=30, what="4 answers")  # fmt: skip
+    assert {each.request.task.task_id: each.fault for each in answers} == {
+        0: "", 1: "CancelledError", 2: "", 3: ""
+    }  # fmt: skip
+    assert driver.tasks() == []
+    driver.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt()])
+def test_a_library_that_ends_its_thread_ends_its_engine(end: BaseException) -> None:
+    driver = _driven({0: end}, 1)
+    with pytest.raises(EngineFailed, match=f"trt failed: {type(end).__name__}"):
+        eventually(lambda: driver.take(0.1), within_s=30, what="the end of the thread is told")
+    assert [task.task_id for task in driver.tasks()] == [0], "its lease returns"
+    driver.close()
 
 
 # ---- fail closed

@@ -161,7 +161,7 @@ def test_the_account_of_a_worker_is_read_while_it_lives(home_settings: Settings)
             os.getpid(),
         )
         assert seen["prompt_tokens"] == 1200
-        assert account.summary(seen).startswith("600 tokens a second in, 150 out; busy 0 %")
+        assert account.summary(seen).startswith("600 tokens a second in, 150 out; engine busy 0 %")
         assert "joule" not in account.summary(seen)
         assert account.summary({**seen, "tokens_per_joule": 30.0}).endswith(", 30.0 tokens a joule")
         (text,) = account.folder_of(home_settings).glob("*.prom")
