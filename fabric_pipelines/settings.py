@@ -215,6 +215,12 @@ class Settings:
     steps_ahead: int = _setting(
         2, "steps that vLLM's scheduler may run ahead of the card; 1: as vLLM has it", Range(1, 8)
     )
+    stall_s: int = _setting(
+        600,
+        "seconds without a result, a step or a token after which an engine with tasks inside is taken for hung, "
+        "or four times the longest that it has come back from",
+        Range(10, 86_400),
+    )
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ from fabric_pipelines.worker.throughput import Throughput
 LOG = logging.getLogger("fabric.worker")
 LEASES_PER_REFILL_MAX = 16  # a bound on the loop; one step of any engine outlasts so many
 
+STALLS = 4
 NO_MORE = "the broker gives out no more work for now"
 
 
@@ -96,7 +97,7 @@ class Source(Protocol):
 class Pace:
     """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
     at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
-    a broker that is away, or for a step; an engine that makes no progress for `stall_s` is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
+    a broker that is away, or for a step; an engine that makes no progress for `stall_s`, or for STALLS times as long as it once did and went on, is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
     longer than `patience_s`, since nobody would start it for a worker that is about to end. `start_full_s` bounds how long the
     first work waits for more (see first_batch), 0 = not at all."""
 
@@ -109,7 +110,7 @@ class Pace:
     retry_s: float = 0.1
     retry_max_s: float = 5.0
     drain_s: float = 45.0  # below what a supervisor grants before it kills
-    stall_s: float = 600.0  # below the pulse's, which then lets the leases run out
+    stall_s: float = 600.0
     report_s: float = 30.0
     patience_s: float = 30.0
     start_full_s: float = 2.0
@@ -180,6 +181,7 @@ class WorkerLoop:
         self._why_away = self._why_held = ""
         self._moved_s: float | None = None
         self._progress: tuple[float, ...] = ()
+        self._slowest_s = 0.0  # between two progresses with tasks inside
 
     @property
     def last_step_s(self) -> float:
@@ -598,19 +600,24 @@ class WorkerLoop:
             self._empty_since_s = self._now()
 
     def _require_progress(self) -> None:
-        """EngineFailed when nothing has moved for the pace's stall_s: no result, no step, no token."""
+        """EngineFailed when nothing has moved for the pace's stall_s: no result, no step, no token. An engine that was as slow
+        before and went on is waited for STALLS times as long."""
         stats, counts = self._engine.stats, self.counts
         progress: tuple[float, ...] = (
             *(counts.ok, counts.refused, counts.failed, stats.tasks, stats.steps),
             *(stats.generated_tokens, stats.extra.get("steps", 0.0)),
         )
         now = self._now()
-        if self._moved_s is None or progress != self._progress:
+        if self._moved_s is None:
             self._moved_s, self._progress = now, progress
-        elif now - self._moved_s > self._pace.stall_s:
+        elif progress != self._progress:
+            self._slowest_s = max(self._slowest_s, now - self._moved_s)
+            self._moved_s, self._progress = now, progress
+        elif now - self._moved_s > max(self._pace.stall_s, STALLS * self._slowest_s):
             raise EngineFailed(
                 f"engine {self._engine.name} made no progress for {now - self._moved_s:.0f} s with "
-                f"{self.supply.inside} tasks inside: its step hangs, so the worker ends and its leases go back"
+                f"{self.supply.inside} tasks inside: its step is taken for hung, so the worker ends and its leases go back; "
+                "where steps take that long, raise the setting stall_s"
             )
 
     def _places_taken(self) -> float:

@@ -183,6 +183,7 @@ def run_worker(
                 heartbeat_s=heartbeat_s,
                 until_idle=until_idle,
                 start_full_s=settings.start_full_ms / 1000,
+                stall_s=float(settings.stall_s),
             ),
             meter=RunMeter(joules, calls.read),
         )

@@ -20,7 +20,7 @@ from fabric_pipelines.worker.engines.faults import ends_engine, is_judgement, to
 from fabric_pipelines.worker.engines.stepping import FAILED_STEPS_MAX
 from fabric_pipelines.worker.engines.tasks import Task
 
-STALL_S = 600.0  # nothing ended for so long, with requests inside: the runtime is wedged
+STALL_S = 86_400.0  # the worker loop comes first, by its setting; for callers without a loop
 JOIN_S = 10.0
 
 

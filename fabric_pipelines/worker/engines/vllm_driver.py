@@ -22,7 +22,7 @@ from fabric_pipelines.worker.engines.faults import ends_engine, told
 from fabric_pipelines.worker.engines.tasks import Task
 
 ADDS_PER_TURN = 256  # 0.1 ms each: more would keep finished requests waiting for a step's time
-STALL_S = 300.0  # no step for so long, with requests inside: the runtime is wedged
+STALL_S = 86_400.0  # the worker loop comes first, by its setting; for callers without a loop
 WITHDRAW_S = 30.0
 JOIN_S = 10.0
 ENDS = (RuntimeError, OSError, AssertionError)  # of adding a request: vLLM's own, not the request's
@@ -109,7 +109,9 @@ class Driver(RequestDriver):
                 self._asked_back = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._asked_back or self._fault, WITHDRAW_S)
-            # An answer that comes after its time is fetched by the next call.
+                self._asked_back = (
+                    False  # nobody waits for what a step that outlasts it would give back
+                )
             taken, self._withdrawn = [*self._withdrawn, *taken], []
             return [request.task for request in taken]
 
@@ -214,6 +216,10 @@ class Driver(RequestDriver):
         if waiting:
             self._engine.abort_request(waiting)
         with self._changed:
-            self._withdrawn.extend(self._inside.pop(request_id) for request_id in waiting)
+            taken = [self._inside.pop(request_id) for request_id in waiting]
+            if self._asked_back:
+                self._withdrawn.extend(taken)
+            else:  # asked for and given up meanwhile: they run here after all
+                self._inbox[:0] = taken
             self._asked_back = False
             self._changed.notify_all()

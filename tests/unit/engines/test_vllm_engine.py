@@ -258,6 +258,26 @@ def test_what_runs_is_kept_when_the_rest_is_taken_back(made: VllmOverStandin) ->
     engine.close()
 
 
+def test_what_a_step_gives_back_too_late_is_run_and_owned_by_somebody(
+    made: VllmOverStandin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_driver, "WITHDRAW_S", 0.02)
+    made.faults.step_s = 0.3
+    engine = made.open()
+    engine.feed_in_groups(8, 1)
+    engine.submit(lease_of([[5, 6, 7 + n] for n in range(8)], GREEDY, new=3))
+    driver = engine._driver
+    assert driver is not None
+    eventually(lambda: driver.inside, within_s=30, what="a step has begun")
+    back = engine.withdraw_unstarted()  # the step outlasts the wait
+    made.faults.step_s = 0.0
+    rows = drain(engine)
+    assert sorted([*back, *rows]) == list(range(8)), "each task has one owner"
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert engine.unfinished() == []
+    engine.close()
+
+
 def test_requests_are_added_when_a_group_of_places_is_free(made: VllmOverStandin) -> None:
     engine = made.open(group=4)
     core, added = engine.llm.llm_engine, []

@@ -164,6 +164,27 @@ def test_an_engine_that_gives_nothing_back_is_noticed() -> None:
     assert not broker.leased
 
 
+def test_an_engine_that_was_as_slow_before_and_went_on_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, now_s = ScriptedEngine(continuous=True), 0.0
+    loop = worker(engine, ScriptedBroker(tasks(2)), Pace(stall_s=600.0))
+    monkeypatch.setattr(loop, "_now", lambda: now_s)
+
+    def waited(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        loop._require_progress()
+
+    waited(0.0)
+    for gap_s in (500.0, 1900.0, 7500.0):  # each below four times the one before
+        waited(gap_s)
+        engine.stats.steps += 1
+        waited(0.0)
+    with pytest.raises(EngineFailed, match="raise the setting stall_s"):
+        waited(30_001.0)
+
+
 def test_a_slow_engine_that_moves_is_left_alone() -> None:
     broker = ScriptedBroker(tasks(12))
     engine = ScriptedEngine(continuous=True)
