@@ -218,7 +218,7 @@ class Settings:
     stall_s: int = _setting(
         600,
         "seconds without a result, a step or a token after which an engine with tasks inside is taken for hung, "
-        "or four times the longest that it has come back from",
+        "or four times the longest that it has come back from, ten times this at most",
         Range(10, 86_400),
     )
     origin: Mapping[str, str] = field(default_factory=dict)

@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where the run is spread over processes (`-n 2`)."""
+    """Where the run is spread over processes (`-n 3`)."""
     from tests.support_spread import ByFile
 
     return ByFile(config, log)

@@ -26,6 +26,8 @@ def engine_from(fields: dict[str, Any]) -> ScriptedEngine:
     script = Script(**{**asked, **rows})
     if "profile" in fields:
         fields["profile"] = Profile(*fields["profile"])
+    elif fields.get("kind", "generate") != "generate":
+        fields["profile"] = Profile(4, 64, 0, 64)  # a single pass has no cache
     return ScriptedEngine(script=script, **fields)
 
 

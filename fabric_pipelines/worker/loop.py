@@ -41,7 +41,7 @@ from fabric_pipelines.worker.throughput import Throughput
 LOG = logging.getLogger("fabric.worker")
 LEASES_PER_REFILL_MAX = 16  # a bound on the loop; one step of any engine outlasts so many
 
-STALLS = 4
+STALLS, STALLS_MAX = 4, 10  # of the slowest progress that was seen, and at most of the setting
 NO_MORE = "the broker gives out no more work for now"
 
 
@@ -97,7 +97,7 @@ class Source(Protocol):
 class Pace:
     """Seconds between the loop's habits. `heartbeat_s` must stay well below the lease time; completions wait
     at most `coalesce_s` for company (one fsync for many); `drain_s` bounds how long an ending worker waits for
-    a broker that is away, or for a step; an engine that makes no progress for `stall_s`, or for STALLS times as long as it once did and went on, is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
+    a broker that is away, or for a step; an engine that makes no progress for `stall_s`, or for STALLS times as long as it once did and went on (at most STALLS_MAX times `stall_s`), is broken; with `until_idle` the loop ends once nothing is ready, and gives a broker that is away no
     longer than `patience_s`, since nobody would start it for a worker that is about to end. `start_full_s` bounds how long the
     first work waits for more (see first_batch), 0 = not at all."""
 
@@ -601,7 +601,7 @@ class WorkerLoop:
 
     def _require_progress(self) -> None:
         """EngineFailed when nothing has moved for the pace's stall_s: no result, no step, no token. An engine that was as slow
-        before and went on is waited for STALLS times as long."""
+        before and went on is waited for STALLS times as long, within bounds: waits just below the limit must not stretch it for ever."""
         stats, counts = self._engine.stats, self.counts
         progress: tuple[float, ...] = (
             *(counts.ok, counts.refused, counts.failed, stats.tasks, stats.steps),
@@ -613,7 +613,9 @@ class WorkerLoop:
         elif progress != self._progress:
             self._slowest_s = max(self._slowest_s, now - self._moved_s)
             self._moved_s, self._progress = now, progress
-        elif now - self._moved_s > max(self._pace.stall_s, STALLS * self._slowest_s):
+        elif now - self._moved_s > max(
+            self._pace.stall_s, min(STALLS * self._slowest_s, STALLS_MAX * self._pace.stall_s)
+        ):
             raise EngineFailed(
                 f"engine {self._engine.name} made no progress for {now - self._moved_s:.0f} s with "
                 f"{self.supply.inside} tasks inside: its step is taken for hung, so the worker ends and its leases go back; "

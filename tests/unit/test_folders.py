@@ -111,6 +111,13 @@ def test_a_published_folder_takes_the_place_of_what_was_there_or_leaves_it(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["part"], "nothing is left beside"
 
 
+def test_a_published_folder_outlives_a_power_cut(tmp_path: Path, synced: list[Path]) -> None:
+    with published(tmp_path / "model") as folder:
+        (folder / "weights").write_bytes(b"w")
+        assert tmp_path not in synced
+    assert synced[-1] == tmp_path, "the new name is an entry of the folder above"
+
+
 def test_a_folder_that_cannot_take_the_place_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
